@@ -38,12 +38,14 @@ from ckptmgr.core.model import Checkpoint, Plan, Reason, Verdict
 from ckptmgr.policy.rules import (
     Best,
     Finding,
+    Last,
     RetentionPolicy,
     Rule,
     as_utc,
     pin_reason,
 )
 
+_LEAST_UNRANKED = 5  # MindSpore's keep_checkpoint_max
 _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -72,6 +74,31 @@ def plan(
     for series in _newest_first_by_series(history):
         verdicts += _plan_series(series, rules, now, protected=protected)
     return Plan(policy=str(policy), verdicts=tuple(verdicts))
+
+
+def without_unranked(
+    history: Sequence[Checkpoint], policy: RetentionPolicy
+) -> tuple[RetentionPolicy, str | None]:
+    """Return a policy that a run can apply unattended, and what was changed, or None.
+
+    A rule `best` by a metric that no checkpoint of `history` has would keep everything for ever. In
+    its place the newest checkpoints are kept: as many as the rule names, at least 5.
+    """
+    countable = [one for one in history if one.is_countable]
+    unranked = [rule for rule in policy.rules if countable and _is_unranked(rule, countable)]
+    if not unranked:
+        return policy, None
+    newest = Last(max(_LEAST_UNRANKED, *(rule.most_kept or 0 for rule in unranked)))
+    rules = [rule for rule in policy.rules if rule not in unranked]
+    known = sorted({name for item in countable for name in item.metrics})
+    return RetentionPolicy((*rules, newest)), (
+        f"{' | '.join(map(str, unranked))} cannot rank: no checkpoint has a number for that metric "
+        f"(recorded: {', '.join(known) or 'none'}); until one has, {newest} is kept instead"
+    )
+
+
+def _is_unranked(rule: Rule, countable: Sequence[Checkpoint]) -> bool:
+    return isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable)
 
 
 def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
@@ -171,7 +198,7 @@ def _check_something_is_kept(
 
 def _check_metrics(countable: Sequence[Checkpoint], rules: Sequence[Rule]) -> None:
     for rule in rules:
-        if isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable):
+        if isinstance(rule, Best) and _is_unranked(rule, countable):
             known = sorted({name for item in countable for name in item.metrics})
             raise UnsafePrune(
                 f"the rule {rule} cannot rank: none of the {len(countable)} checkpoints of series "

@@ -35,7 +35,7 @@ from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
-from ckptmgr.policy.retention import plan
+from ckptmgr.policy.retention import plan, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
 from ckptmgr.store.manifest.codec import Manifest
@@ -126,6 +126,7 @@ class SeriesWriter:
         self._opening = threading.RLock()
         # Held by retention from the plan to the last removal, and by a change of pins.
         self.changing = threading.RLock()
+        self._has_said_unranked = False
 
     @property
     def is_first(self) -> bool:
@@ -359,7 +360,28 @@ class SeriesWriter:
         if self._last_saved is not None:
             protected[self._last_saved.path] = "saved last"
         now = datetime.fromtimestamp(self._clock(), UTC)
-        return plan(self._own(present), policy, now, protected=protected)
+        own = self._own(present)
+        applied, changed = without_unranked(own, policy)
+        decided = plan(own, applied, now, protected=protected)
+        if changed is not None and decided.dropped and not self._has_said_unranked:
+            self._has_said_unranked = True
+            _LOG.warning("retention: %s", changed)
+        return decided
+
+    def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a committed checkpoint, on rank 0; log a failure."""
+        if not self.is_first:
+            return
+
+        def change(manifest: Manifest) -> Manifest:
+            return replace(manifest, metrics={**manifest.metrics, **metrics})
+
+        try:
+            self.open()
+            with self.changing, self.store.lease(checkpoint.name):
+                self.store.change_manifest(checkpoint, change)
+        except (CkptmgrError, OSError) as error:
+            _LOG.warning("the metrics %s are not noted: %s", dict(metrics), error)
 
     def retain(self, policy: RetentionPolicy) -> Plan | None:
         """Apply a retention policy to the checkpoints of this run, only after a durable save.

@@ -241,6 +241,15 @@ class Store:
             KeyProblem: The manifest is authenticated or signed, and without that key it cannot be
                 rewritten.
         """
+        return self.change_manifest(checkpoint, lambda one: replace(one, pins=change(one.pins)))
+
+    def change_manifest(
+        self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]
+    ) -> Manifest:
+        """Replace the manifest of a committed checkpoint durably; hold the lease.
+
+        Raises as `change_pins`.
+        """
         self.finish_swap(checkpoint)
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
@@ -248,7 +257,7 @@ class Store:
                 "a file without a manifest cannot be pinned", path=checkpoint.path
             )
         self.check_rewritable(checkpoint)
-        changed = replace(manifest, pins=change(manifest.pins))
+        changed = change(manifest)
         self.update_manifest(changed)
         return changed
 

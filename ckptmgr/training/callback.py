@@ -30,7 +30,13 @@ from ckptmgr.series.candidates import notes_of
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
-from ckptmgr.training.callback_values import RunContext, items_of, metrics_of, network_metadata
+from ckptmgr.training.callback_values import (
+    GivenMetrics,
+    MetricsSource,
+    RunContext,
+    items_of,
+    network_metadata,
+)
 from ckptmgr.training.forecast import Forecaster, size_of
 from ckptmgr.training.history import Progress
 from ckptmgr.training.parts import RunParts
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.dedup import Balance
     from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.series.writer import SeriesWriter
 
 
 class TrainingHooks:
@@ -99,6 +106,10 @@ class ModelCheckpoint(TrainingHooks):
         directory: Directory of the checkpoints, created if missing, or a function of the callback
             parameters that returns it. Default: the working directory.
         config: When and how to save, what to keep.
+        metrics: Name to number for `best(...)`, or a function of the run context that returns such
+            a mapping; a mapping is read at each save. Without it, a save records as `loss` the mean
+            of the first of `net_outputs`, and the numbers in `metrics`, of the callback parameters;
+            `Model.fit` adds its metrics to the checkpoint of the step that it evaluated.
         observe: One or several functions that take an `Event` of `ckptmgr.observe`.
         coordinator: The ranks that save together, as for `CheckpointManager`, into
             `{prefix}-{epoch}_{step}.shards`. When training begins, or at `resume`, rank 0
@@ -128,6 +139,7 @@ class ModelCheckpoint(TrainingHooks):
         directory: str | Callable[[Any], str] | None = None,
         config: CheckpointConfig | None = None,
         *,
+        metrics: GivenMetrics | None = None,
         observe: Observer | Iterable[Observer] | None = None,
         coordinator: Coordinator | None = None,
         rank_timeout_s: float = 600.0,
@@ -172,6 +184,8 @@ class ModelCheckpoint(TrainingHooks):
         self._series = CallbackSeries(given, self._parts)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._forecaster = Forecaster(self._config, self._observers)
+        self._metrics = MetricsSource(metrics)
+        self._last_save: tuple[int, SeriesWriter, SaveHandle] | None = None
         self._params: Any = None
         self._steps_before_epoch = 0
 
@@ -212,11 +226,20 @@ class ModelCheckpoint(TrainingHooks):
         """
         self._params = run_context.original_args()
         self._engine.check()
-        self._save_if_due(self._params, is_end=False)
+        self._save_if_due(run_context, is_end=False)
 
     def epoch_end(self, run_context: RunContext) -> None:
-        """Store the run context."""
+        """Store the run context, and note the metrics of an evaluation of the last step.
+
+        If there are any, wait until the checkpoint of that step is durable.
+        """
         self._params = run_context.original_args()
+        metrics = self._metrics.evaluated(self._params)
+        if metrics and self._last_save is not None:
+            step, writer, handle = self._last_save
+            if step == int(self._params.cur_step_num):
+                self._engine.wait_until_idle()
+                self._note_metrics(writer, handle, metrics)
 
     def end(self, run_context: RunContext) -> None:
         """Save the last step if it is unsaved, and wait for all saves; called once after training.
@@ -229,7 +252,7 @@ class ModelCheckpoint(TrainingHooks):
             self._engine.wait()
         finally:  # a failed earlier save must not prevent that of the last step
             try:
-                self._save_if_due(self._params, is_end=True)
+                self._save_if_due(run_context, is_end=True)
             finally:
                 self.close()
 
@@ -306,7 +329,18 @@ class ModelCheckpoint(TrainingHooks):
             doubt=found.doubt,
         )
 
-    def _save_if_due(self, params: Any, *, is_end: bool) -> None:
+    @staticmethod
+    def _note_metrics(
+        writer: SeriesWriter, handle: SaveHandle, metrics: Mapping[str, float]
+    ) -> None:
+        if not handle.durable.done() or handle.durable.exception() is not None:
+            return
+        checkpoint = handle.durable.result()
+        if any(checkpoint.metrics.get(name) != value for name, value in metrics.items()):
+            writer.note_metrics(checkpoint, metrics)
+
+    def _save_if_due(self, run_context: RunContext, *, is_end: bool) -> None:
+        params = run_context.original_args()
         step, now = int(params.cur_step_num), self._clock()
         self._series.settle()
         target = self._series.at(params)
@@ -328,17 +362,18 @@ class ModelCheckpoint(TrainingHooks):
             at=now,
             epoch=int(params.cur_epoch_num),
             why="end" if is_end else "policy",
-            metrics=metrics_of(params),
         )
         with self._observers.watch(series=target.prefix, step=step, why=facts.why) as watch:
-            handle = self._save(target, params, facts, watch)
+            handle = self._save(target, run_context, facts, watch)
         if handle is not None:
+            self._last_save = (step, target.writer, handle)
             self._progress.note(handle, LastSave(step=step, at=now))
             self._forecaster.after_save(handle, now)
 
     def _save(
-        self, target: Target, params: Any, facts: SaveFacts, watch: SaveWatch
+        self, target: Target, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
     ) -> SaveHandle | None:
+        params = run_context.original_args()
         job = SaveJob(
             naming=target.naming(params),
             facts=facts,
@@ -351,7 +386,8 @@ class ModelCheckpoint(TrainingHooks):
             metadata = network_metadata(params, self._config)
             if slicer is not None:
                 metadata |= slicer.metadata_of(items)
-            job = replace(job, items=items, metadata=metadata or None)
+            facts = replace(facts, metrics=self._metrics.at(run_context))
+            job = replace(job, facts=facts, items=items, metadata=metadata or None)
         except Exception as error:
             if not self._team.is_many:
                 raise

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import numpy as np
+
 from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.arguments import checked_metrics
 from ckptmgr.files.serialization import join_items
 from ckptmgr.formats.safetensors_file import MINDSPORE_METADATA
 from ckptmgr.formats.tensor import Item
@@ -46,12 +49,68 @@ def _network_of(params: Any, config: CheckpointConfig) -> object:
     return params.train_network if network is None else network
 
 
-def metrics_of(params: Any) -> dict[str, float]:
+GivenMetrics = Mapping[str, float] | Callable[[RunContext], Mapping[str, float] | None]
+
+
+class MetricsSource:
+    """The metrics of the saves of a callback: the loss, those of the parameters, and given ones.
+
+    Later ones replace earlier ones of the same name. `given` is a mapping, which is read at each
+    save, or a function of the run context.
+
+    Raises:
+        TypeError: It is neither.
+    """
+
+    def __init__(self, given: GivenMetrics | None) -> None:
+        if given is not None and not (isinstance(given, Mapping) or callable(given)):
+            raise TypeError(
+                "metrics is a mapping of names to numbers or a function of the run context, but got "
+                f"{type(given).__name__}"
+            )
+        self._given = given
+        self._evaluated: tuple[int, dict[str, float]] = (-1, {})
+
+    def at(self, run_context: RunContext) -> dict[str, float]:
+        """Return the metrics of a save now.
+
+        Raises:
+            TypeError: A given metric is no number.
+            Exception: From the given function.
+        """
+        params, given = run_context.original_args(), self._given
+        step, evaluated = self._evaluated
+        found = _loss_of(params) | _metrics_of(params)
+        if step == int(params.cur_step_num):
+            found |= evaluated
+        if given is not None:
+            found |= checked_metrics(given if isinstance(given, Mapping) else given(run_context))
+        return found
+
+    def evaluated(self, params: Any) -> dict[str, float]:
+        """Return the metrics of an evaluation that has just ended; a later save of the step has them.
+
+        `Model.fit` has them only at the end of an epoch, after the callbacks of its last step.
+        """
+        found = _metrics_of(params)
+        self._evaluated = (int(params.cur_step_num), found)
+        return found
+
+
+def _loss_of(params: Any) -> dict[str, float]:
+    """Return the loss that MindSpore's `LossMonitor` prints, if the network returned one."""
+    outputs = _parameter(params, "net_outputs")
+    first = outputs[0] if isinstance(outputs, tuple | list) and outputs else outputs
+    try:
+        as_numpy = getattr(first, "asnumpy", None)
+        return {"loss": float(first if as_numpy is None else np.mean(as_numpy()))}  # type: ignore[arg-type] # else raises
+    except (TypeError, ValueError, RuntimeError):
+        return {}  # outputs of another kind are no loss
+
+
+def _metrics_of(params: Any) -> dict[str, float]:
     """Return the metrics that are numbers; log a warning for each other one."""
-    # MindSpore's parameters are a dictionary, whose missing attributes raise KeyError.
-    found = (
-        params.get("metrics") if isinstance(params, Mapping) else getattr(params, "metrics", None)
-    )
+    found = _parameter(params, "metrics")
     numbers: dict[str, float] = {}
     for name, value in found.items() if isinstance(found, Mapping) else ():
         try:
@@ -60,3 +119,8 @@ def metrics_of(params: Any) -> dict[str, float]:
             # Loops keep arrays and tables among the metrics, which must not fail a save.
             _LOG.warning("the metric %r is no number and is not noted", name)
     return numbers
+
+
+def _parameter(params: Any, name: str) -> object:
+    # MindSpore's parameters are a dictionary, whose missing attributes raise KeyError.
+    return params.get(name) if isinstance(params, Mapping) else getattr(params, name, None)

@@ -11,6 +11,7 @@ import pytest
 
 import ckptmgr
 from ckptmgr import load_checkpoint
+from ckptmgr.store.store import Store
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
 training = pytest.importorskip("tests.interop.training")
@@ -290,3 +291,63 @@ def test_graph_mode_saves_the_same_names(tmp_path: Path) -> None:
     finally:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     assert names[0] == names[1]
+
+
+def _losses_of(directory: Path) -> dict[int, float]:
+    return {one.step: one.metrics["loss"] for one in Store(directory).scan()}
+
+
+class _Losses(mindspore.train.Callback):  # type: ignore[misc, name-defined] # MindSpore is untyped
+    """Notes the loss of every step, as MindSpore's monitors see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, float] = {}
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        params = run_context.original_args()
+        self.seen[params.cur_step_num] = float(params.net_outputs.asnumpy())
+
+
+@pytest.mark.parametrize("is_sink", [False, True])
+def test_train_records_the_loss_of_each_step(tmp_path: Path, is_sink: bool) -> None:
+    losses = _Losses()
+    ours = _callback(OURS, tmp_path, save_checkpoint_steps=5, keep="all")
+    model = training.new_model(training.new_network())
+    model.train(3, training.dataset(), callbacks=[losses, ours], dataset_sink_mode=is_sink)
+    assert _losses_of(tmp_path) == {step: losses.seen[step] for step in (5, 10, 15)}
+
+
+def test_best_of_train_keeps_the_lowest_loss(tmp_path: Path) -> None:
+    losses = _Losses()
+    ours = _callback(OURS, tmp_path, save_checkpoint_steps=1, keep="best(2, loss, min) | last(1)")
+    training.new_model(training.new_network()).train(
+        3, training.dataset(), callbacks=[losses, ours]
+    )
+    best = sorted(losses.seen, key=lambda step: losses.seen[step])[:2]
+    assert {one.step for one in Store(tmp_path).scan()} == {*best, 15}
+
+
+def test_fit_records_the_metrics_of_each_evaluation(tmp_path: Path) -> None:
+    evaluated: list[float] = []
+
+    def note(context: Any) -> None:
+        evaluated.append(context.original_args().metrics["mae"])
+
+    ours = _callback(OURS, tmp_path, save_checkpoint_steps=5, keep="all")
+    notes = [training.At("epoch_end", epoch, note) for epoch in (1, 2, 3)]
+    training.new_model(training.new_network()).fit(
+        3, training.dataset(), training.dataset(), callbacks=[ours, *notes]
+    )
+    recorded = {one.step: one.metrics for one in Store(tmp_path).scan()}
+    assert [recorded[step]["mae"] for step in (5, 10, 15)] == evaluated
+    assert all("loss" in metrics for metrics in recorded.values())
+
+
+def test_best_of_fit_keeps_the_best_evaluation(tmp_path: Path) -> None:
+    ours = _callback(OURS, tmp_path, save_checkpoint_steps=5, keep="last(1) | best(1, mae, max)")
+    training.new_model(training.new_network()).fit(
+        4, training.dataset(), training.dataset(), callbacks=[ours]
+    )
+    assert len(training.data_files(tmp_path)) <= 2
+    assert all("mae" in one.metrics for one in Store(tmp_path).scan())
