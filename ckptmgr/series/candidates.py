@@ -46,9 +46,11 @@ class Candidates(Protocol[_LoadedCo]):
 
     def listed(self) -> Sequence[Checkpoint]:
         """List the directory; return the candidates, in the order in which they are tried."""
+        ...
 
     def load(self, checkpoint: Checkpoint) -> _LoadedCo:
         """Return the verified content of a candidate; nothing else changes yet."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
