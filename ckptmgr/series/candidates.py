@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
@@ -169,25 +169,35 @@ def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
 
 
 def without_manifest(
-    present: Sequence[Checkpoint], prefix: str, chosen: Checkpoint | None
+    present: Sequence[Checkpoint],
+    prefix: str,
+    chosen: Checkpoint | None,
+    *,
+    tried: Collection[Path] = (),
 ) -> list[Skipped]:
     """Return the files of a prefix without manifests that are not known to be older than `chosen`.
 
     Such a file may be of another run, so it never replaces a checkpoint with a manifest. The report
     warns a user who copied the data without the manifests. `chosen` is the checkpoint that the run
-    resumes from, or None.
+    resumes from, or None; `tried` are the paths of candidates, which are reported elsewhere.
     """
-    reason = "it has no manifest, so nothing says that it belongs to this series; copy the .manifest.json files, too"
-    bare = [one for one in present if one.is_bare]
+    reason = (
+        "it has no manifest, so nothing says that it belongs to this series; copy the "
+        ".manifest.json files, too, or take it as it is with resume(allow_bare=True)"
+    )
+    bare = [one for one in present if one.is_bare and one.path not in tried]
     found = []
     for one in bare:
         by_step, by_epoch = parse_step_name(one.name), parse_name(one.name)
         if by_step is not None and by_step.prefix == prefix != one.series:
-            found.append(Skipped(checkpoint=one, reason=reason))
+            # Only beside another bare file its step says that it is older.
+            is_older = chosen is not None and chosen.is_bare and by_step.step <= chosen.step
         elif by_epoch is not None and is_of_prefix(by_epoch.prefix, prefix):
-            is_older = one.is_emergency or (chosen is not None and one.step <= chosen.step)
-            if chosen is not None and chosen.run_id is not None and not is_older:
-                found.append(Skipped(checkpoint=one, reason=reason))
+            is_older = chosen is not None and (one.is_emergency or one.step <= chosen.step)
+        else:
+            continue
+        if not is_older:
+            found.append(Skipped(checkpoint=one, reason=reason))
     return [*found, *skipped_sets(present, prefix)]
 
 
@@ -230,12 +240,17 @@ def is_manifest(leftover: Checkpoint) -> bool:
 class RunCandidates(ABC, Generic[_Loaded]):
     """The checkpoints of a directory that belong to a run of `prefix`, newest first.
 
+    With `allow_bare`, or with keys and leave to read what they do not prove, also its files without
+    manifests, after the checkpoints that have one.
+
     Attributes:
         present: All checkpoints of the directory, as listed last.
     """
 
-    def __init__(self, reader: SeriesReader, prefix: str) -> None:
+    def __init__(self, reader: SeriesReader, prefix: str, *, allow_bare: bool = False) -> None:
         self.prefix = prefix
+        trust = reader.store.trust
+        self._allow_bare = allow_bare or (trust.keys is not None and trust.accepts_unsealed)
         self.present: Sequence[Checkpoint] = ()
         self._reader = reader
 
@@ -246,7 +261,17 @@ class RunCandidates(ABC, Generic[_Loaded]):
     def listed(self) -> Sequence[Checkpoint]:
         """List the directory; return the candidates."""
         self.present = self._reader.store.scan()
-        return newest_first([one for one in self.present if self.is_own(one)])
+        bare = map(self.as_own, (one for one in self.present if one.is_bare))
+        return newest_first(
+            [
+                *(one for one in self.present if self.is_own(one) and not one.is_bare),
+                *(one for one in bare if one is not None and self._allow_bare),
+            ]
+        )
+
+    def as_own(self, bare: Checkpoint) -> Checkpoint | None:
+        """Return a file without manifest as the checkpoint that its name says it is, or None."""
+        return bare if self.is_own(bare) else None
 
     @abstractmethod
     def load(self, checkpoint: Checkpoint) -> _Loaded:
@@ -256,9 +281,16 @@ class RunCandidates(ABC, Generic[_Loaded]):
 class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
     """The checkpoints of a series, to be restored into `state`."""
 
-    def __init__(self, reader: SeriesReader, state: object) -> None:
-        super().__init__(reader, reader.series)
+    def __init__(self, reader: SeriesReader, state: object, *, allow_bare: bool = False) -> None:
+        super().__init__(reader, reader.series, allow_bare=allow_bare)
         self._state = state
+
+    def as_own(self, bare: Checkpoint) -> Checkpoint | None:
+        """Return a file without manifest as the checkpoint that its name says it is, or None."""
+        named = parse_step_name(bare.name)
+        if named is None or named.prefix != self.prefix:
+            return super().as_own(bare)
+        return replace(bare, series=named.prefix, step=named.step, attempt=named.attempt)
 
     def load(self, checkpoint: Checkpoint) -> StoredState | InPlaceState:
         """Read a checkpoint; the state does not change yet."""
@@ -300,7 +332,8 @@ class RollbackCandidates(StateCandidates):
 
     def listed(self) -> Sequence[Checkpoint]:
         """List the directory; return the candidates."""
-        past = [c for c in self._reader.checkpoints() if c.step <= self._target]
+        present = self._reader.checkpoints()
+        past = [c for c in present if c.step <= self._target and not c.is_bare]
         found = newest_first([c for c in past if (c.path, c.sequence) not in self._given_up])
         return [*takewhile(self._may_be_newer, found)]
 

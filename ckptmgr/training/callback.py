@@ -17,6 +17,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.config.surfaces import check_for_callback
 from ckptmgr.core.handle import SaveHandle
@@ -295,23 +296,32 @@ class ModelCheckpoint(TrainingHooks):
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._series.close()
 
-    def resume(self) -> Resumed | None:
+    def resume(self, *, allow_bare: bool = False) -> Resumed | None:
         """Return the newest checkpoint of this prefix in the directory that loads, or None.
 
         Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. The run then
         continues that of the checkpoint: the checkpoints of that run count for the retention
         policy, which never removes the resumed one. All ranks resume the same checkpoint.
 
+        Args:
+            allow_bare: Where no checkpoint loads, take the newest file of this prefix without a
+                manifest, such as MindSpore's own. Its name alone says which step it is.
+
         Raises:
+            UnprovenCheckpoint: There are only files without manifests, and `allow_bare` is False.
             KeyProblem: There are checkpoints, but the key of the configuration opens none.
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
+        check_is_bool("allow_bare", allow_bare)
         self._series.settle()
         writer = self._series.writer
         with self._observers.timed("resume", series=writer.series) as facts:
             self._engine.wait_until_idle()
             found = resume_values(
-                writer, self._parts.reader(writer), prefix=self._series.given.prefix
+                writer,
+                self._parts.reader(writer),
+                prefix=self._series.given.prefix,
+                allow_bare=allow_bare,
             )
             if found.newest is not None:
                 facts |= about(found.newest[0])

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
+from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.config.surfaces import check_for_manager
 from ckptmgr.core.arguments import (
@@ -186,7 +187,11 @@ class CheckpointManager:
         return self._writer.series
 
     def resume(
-        self, state: object = None, *, start: Literal["newest", "new"] = "newest"
+        self,
+        state: object = None,
+        *,
+        start: Literal["newest", "new"] = "newest",
+        allow_bare: bool = False,
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
@@ -203,6 +208,9 @@ class CheckpointManager:
                 state as new objects.
             start: `newest`, or `new` to start at step 0 beside the present checkpoints, which stay
                 and count as those of another run.
+            allow_bare: Where no checkpoint loads, take the newest data file of the series without
+                a manifest. Its name alone says which step it is, so it is never preferred to a
+                checkpoint with a manifest. With a key `allow_unsealed` of the manager asks for it.
 
         Raises:
             ValueError: `start` is neither.
@@ -219,6 +227,9 @@ class CheckpointManager:
         """
         if start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
+        check_is_bool("allow_bare", allow_bare)
+        if allow_bare and start == "new":
+            raise ValueError("allow_bare has no effect with start='new', which takes no checkpoint")
         from ckptmgr.training.resume import resume_state, start_fresh
 
         with self._observers.timed("resume", series=self.prefix) as facts:
@@ -227,7 +238,11 @@ class CheckpointManager:
                 found = start_fresh(state, writer=self._writer, past=self._past)
             else:
                 found = resume_state(
-                    state, writer=self._writer, reader=self._reader, past=self._past
+                    state,
+                    writer=self._writer,
+                    reader=self._reader,
+                    past=self._past,
+                    allow_bare=allow_bare,
                 )
             if found.checkpoint is not None:
                 facts |= about(found.checkpoint)

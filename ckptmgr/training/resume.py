@@ -26,6 +26,7 @@ from ckptmgr.series.candidates import (
     StateCandidates,
     ValueCandidates,
     doubt_of,
+    newest_first,
     why_nothing,
     without_manifest,
 )
@@ -166,13 +167,15 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
     Raises:
         KeyProblem, UnsupportedCheckpoint, OSError: No checkpoint loads, and not because all are
             damaged.
-        UnprovenCheckpoint: Keys were given, no checkpoint loads, and the series has files without
-            a manifest.
+        UnprovenCheckpoint: No checkpoint loads, and there are files without a manifest that only a
+            run of this prefix can have written, or, with keys, that may be of it.
         ResumeFailed, RanksMissing: The ranks cannot resume together.
     """
     checkpoint, loaded, skipped = writer.first_that_loads(candidates)
     prefix, present = candidates.prefix, candidates.present
-    skipped = [*skipped, *without_manifest(present, prefix, checkpoint)]
+    tried = [one.checkpoint.path for one in skipped]
+    tried += [] if checkpoint is None else [checkpoint.path]
+    skipped = [*skipped, *without_manifest(present, prefix, checkpoint, tried=tried)]
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
@@ -187,19 +190,28 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
 
 
 def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
-    """Raise UnprovenCheckpoint if keys were given and files of the series have no manifests.
+    """Raise UnprovenCheckpoint if files of the series have no manifests and were not asked for.
 
-    An attacker may have removed the manifests to make the run start over.
+    An attacker, or a copy of the data alone, must not make the run start over. Without keys the
+    name must have an epoch: `net-2023.ckpt` may come from another program.
     """
-    unplaced = [one.checkpoint for one in skipped if one.checkpoint.is_bare]
-    if unplaced and trust.is_strict:
+    unplaced = newest_first(
+        [
+            one.checkpoint
+            for one in skipped
+            if one.checkpoint.is_bare
+            and not one.is_damaged
+            and (trust.is_strict or one.checkpoint.epoch is not None)
+        ]
+    )
+    if unplaced:
         more = f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
         raise UnprovenCheckpoint(
             f"belongs to this series by its name{more}, but no manifest proves which step it is, and nothing else is here "
             "to resume from",
             path=unplaced[0].path,
-            hint="bring back the .manifest.json files, move the files away, or start anew beside them with "
-            'resume(start="new")',
+            hint="bring back the .manifest.json files, take it as it is with resume(allow_bare=True), move the files "
+            'away, or start anew beside them: a manager with resume(start="new"), a callback without resume',
         )
 
 
@@ -214,12 +226,14 @@ def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
     return misplaced
 
 
-def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) -> Found[NamedValues]:
+def resume_values(
+    writer: SeriesWriter, reader: SeriesReader, *, prefix: str, allow_bare: bool = False
+) -> Found[NamedValues]:
     """Return the newest checkpoint of a prefix and its values; see `ModelCheckpoint.resume`.
 
     `writer` then continues the run of that checkpoint.
     """
-    found = find_newest(writer, ValueCandidates(reader, prefix))
+    found = find_newest(writer, ValueCandidates(reader, prefix, allow_bare=allow_bare))
     if found.newest is None:
         return Found(newest=None, skipped=found.skipped, doubt=found.doubt)
     checkpoint, (values, manifest) = found.newest
@@ -228,14 +242,19 @@ def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) ->
 
 
 def resume_state(
-    state: object, *, writer: SeriesWriter, reader: SeriesReader, past: RunPast
+    state: object,
+    *,
+    writer: SeriesWriter,
+    reader: SeriesReader,
+    past: RunPast,
+    allow_bare: bool = False,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
     `past` is reset to its step.
     """
     writer.prepare()
-    found = find_newest(writer, StateCandidates(reader, state))
+    found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
         past.start_fresh()
         return Resumption.fresh(state, skipped=found.skipped, doubt=found.doubt)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, StoreLocked
+from ckptmgr.core.errors import KeyProblem, StoreLocked, UnprovenCheckpoint
 from ckptmgr.training.callback import Resumed
 from tests.support.surface import GOLDEN, KEY, Loop, data_files
 
@@ -247,12 +247,17 @@ def test_file_of_no_run_is_resumed_from_and_nothing_of_no_run_is_pruned(tmp_path
     assert len(data_files(tmp_path)) == len(kept) + 2
 
 
-def test_files_of_mindspore_itself_are_resumed_from_and_never_pruned(tmp_path: Path) -> None:
+def test_files_of_mindspore_itself_are_resumed_from_on_request_and_never_pruned(
+    tmp_path: Path,
+) -> None:
     source = GOLDEN / "files" / "slices_sync.ckpt"
     for name in ("net-1_9.ckpt", "net-1_10.ckpt"):
         shutil.copyfile(source, tmp_path / name)
     callback = _callback(tmp_path, keep_checkpoint_max=1)
-    resumed = callback.resume()
+    with pytest.raises(UnprovenCheckpoint, match="no manifest proves which step it is") as caught:
+        callback.resume()
+    assert "resume(allow_bare=True)" in str(caught.value.hint)
+    resumed = callback.resume(allow_bare=True)
     assert resumed is not None
     assert (resumed.checkpoint.name, resumed.checkpoint.step) == ("net-1_10.ckpt", 10)
     Loop(callbacks=(callback,)).run(3)
