@@ -9,7 +9,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointFileNotFound
-from ckptmgr.core.names import extension_of, without_envelope
+from ckptmgr.core.names import (
+    COMPRESSED_SUFFIX,
+    CONTAINER_SUFFIX,
+    extension_of,
+    without_envelope,
+)
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.state.arrays import is_mindspore
@@ -83,9 +88,18 @@ def load_path(name: object, format: str | None) -> Path:
     if not path.exists():
         raise CheckpointFileNotFound(
             f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
-            "'ckpt_file_name' is correct."
+            "'ckpt_file_name' is correct.",
+            hint=_other_name(path),
         )
     return path
+
+
+def _other_name(path: Path) -> str | None:
+    """Return a hint at the encrypted or compressed file that was saved under a name."""
+    found = [path.with_name(path.name + ending) for ending in (CONTAINER_SUFFIX, COMPRESSED_SUFFIX)]
+    return next(
+        (f"it was saved with a key or compressed, as {one}" for one in found if one.exists()), None
+    )
 
 
 def _what_it_is(path: Path) -> Iterator[str]:

@@ -376,3 +376,15 @@ def test_load_of_64_mib_takes_the_tensors_and_one_digest_range(
     save_checkpoint(state, tmp_path / "x.ckpt", **options)
     peak = _peak_bytes(lambda: load_checkpoint(tmp_path / "x.ckpt", **options))
     assert peak < (64 + 16 + 6) * MIB
+
+
+@pytest.mark.parametrize("options", [{"enc_key": bytes(32)}, {"compression": "zstd"}])
+def test_missing_file_names_the_one_that_was_saved_encrypted_or_compressed(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    saved = tmp_path / "net.safetensors"
+    save_checkpoint({"w": np.ones(3)}, saved, format="safetensors", **options)
+    with pytest.raises(FileNotFoundError) as refused:
+        load_checkpoint(saved)
+    (file,) = [path for path in tmp_path.iterdir() if not path.name.endswith(".json")]
+    assert str(file) in str(refused.value)
