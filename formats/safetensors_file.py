@@ -32,6 +32,7 @@ from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
 from .safetensors_header import (
     CRC_KEY,
+    DATA_ALIGNMENT,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     METADATA,
@@ -64,8 +65,9 @@ def build_safetensors_image(
 ) -> Image:
     """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
 
-    Without a `format` in the metadata it is `DEFAULT_FORMAT`. With `is_as_library` the bytes are
-    those of the library: its order, its padding, and no metadata but the given.
+    Without a `format` in the metadata it is `DEFAULT_FORMAT`. With MindSpore's, order and padding
+    are those of the library, which MindSpore writes with; so are they with `is_as_library`, and
+    then there is no metadata but the given.
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
@@ -73,16 +75,19 @@ def build_safetensors_image(
             too many tensors.
     """
     check_count(len(items))
-    tensors = sorted(map(_as_tensor, items), key=_library_placing if is_as_library else _placing)
+    stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
+    is_library_layout = is_as_library or MINDSPORE_METADATA.items() <= stored.items()
+    tensors = sorted(
+        map(_as_tensor, items), key=_library_placing if is_library_layout else _placing
+    )
+    alignment = _LIBRARY_ALIGNMENT if is_library_layout else DATA_ALIGNMENT
+    specs = [tensor.spec for tensor in tensors]
     if is_as_library:
         _check_names(tensors, {}, crc=crc)
-        header = HeaderText([one.spec for one in tensors], metadata, alignment=_LIBRARY_ALIGNMENT)
-        return _image(header, tensors)
-    stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
+        return _image(HeaderText(specs, metadata, alignment=alignment), tensors)
     _check_names(tensors, stored, crc=crc)
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
-    header = HeaderText([tensor.spec for tensor in tensors], stored)
-    return _image(header, tensors, crc=crc)
+    return _image(HeaderText(specs, stored, alignment=alignment), tensors, crc=crc)
 
 
 def _image(header: HeaderText, tensors: Sequence[Tensor], *, crc: bool = False) -> Image:
@@ -115,7 +120,7 @@ def _placing(tensor: Tensor) -> tuple[int, str]:
 
 
 def _library_placing(tensor: Tensor) -> tuple[int, str]:
-    return SAFETENSORS_ORDER.index(tensor.spec.dtype.safetensors or ""), tensor.spec.name
+    return SAFETENSORS_ORDER.index(spelling_of(tensor.spec.dtype) or ""), tensor.spec.name
 
 
 def _late_head(header: HeaderText, tensors: Sequence[Tensor]) -> LateHead | None:

@@ -16,7 +16,7 @@ LENGTH_BYTES = 8
 METADATA = "__metadata__"
 CRC_KEY = "crc_num"
 
-_DATA_ALIGNMENT = 64
+DATA_ALIGNMENT = 64
 _CRC_DIGITS = len(str(2**32 - 1))
 
 
@@ -37,7 +37,7 @@ class HeaderText:
         specs: Sequence[TensorSpec],
         metadata: Mapping[str, str] | None,
         *,
-        alignment: int = _DATA_ALIGNMENT,
+        alignment: int = DATA_ALIGNMENT,
     ) -> None:
         self.specs = specs
         self._metadata = metadata

@@ -40,6 +40,7 @@ from ckptmgr.training.callback_values import (
 )
 from ckptmgr.training.forecast import Forecaster, size_of
 from ckptmgr.training.history import Progress
+from ckptmgr.training.network_graph import NetworkGraph
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumed, resume_values
 
@@ -189,6 +190,7 @@ class ModelCheckpoint(TrainingHooks):
         self._last_save: tuple[int, SeriesWriter, SaveHandle] | None = None
         self._params: Any = None
         self._steps_before_epoch = 0
+        self._graph = NetworkGraph(self._config, coordinator)
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -354,6 +356,8 @@ class ModelCheckpoint(TrainingHooks):
         step, now = int(params.cur_step_num), self._clock()
         self._series.settle()
         target = self._series.at(params)
+        if not is_end:
+            self._graph.write_once(target, params)
         decision = (
             decide_at_end(self._policy, step, last=self._progress.last)
             if is_end

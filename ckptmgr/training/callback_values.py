@@ -41,7 +41,9 @@ def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) ->
 def network_metadata(params: Any, config: CheckpointConfig) -> dict[str, str]:
     """Return the strings that a file of the network gets: those of MindSpore for its networks."""
     is_ms = config.format == "safetensors" and is_mindspore(_network_of(params, config))
-    return dict(MINDSPORE_METADATA) if is_ms else {}
+    if not is_ms:
+        return {}
+    return {**MINDSPORE_METADATA, "remove_redundancy": str(config.remove_redundancy)}
 
 
 def _network_of(params: Any, config: CheckpointConfig) -> object:

@@ -73,14 +73,21 @@ def test_format_is_that_of_mindspore_for_its_objects_alone(
     assert strings_of(written.path) == {"format": format}
 
 
-@pytest.mark.parametrize(("network", "format"), [({"w": np.zeros(3)}, "pt"), (Cell(), "ms")])
-def test_callback_writes_the_format_of_the_network(
-    tmp_path: Path, network: Any, format: str
+@pytest.mark.parametrize(
+    ("network", "strings"),
+    [
+        ({"w": np.zeros(3)}, {"format": "pt"}),
+        (Cell(), {"format": "ms", "remove_redundancy": "False"}),
+    ],
+    ids=["arrays", "cell"],
+)
+def test_callback_writes_the_strings_that_the_library_of_the_network_writes(
+    tmp_path: Path, network: Any, strings: dict[str, str]
 ) -> None:
     config = CheckpointConfig(format="safetensors")
     callback = ModelCheckpoint("net", str(tmp_path), config)
     Loop(callbacks=(callback,), network=network).run(1)
-    assert strings_of(callback.latest_ckpt_file_name) == {"format": format}
+    assert strings_of(callback.latest_ckpt_file_name) == strings
 
 
 def test_manager_writes_the_format_that_other_libraries_load(tmp_path: Path) -> None:

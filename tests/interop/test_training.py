@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_training_leaves_the_files_mindspore_leaves(
     names = []
     for directory, callback in _in_both(tmp_path, **options):
         training.train([callback])
-        names.append(training.data_files(directory))
+        names.append(training.listing(directory))
     assert names[0] == names[1]
 
 
@@ -78,7 +79,7 @@ def test_training_saves_the_parameters_mindspore_saves(tmp_path: Path) -> None:
 
 def test_callback_alone_without_a_list_is_accepted(tmp_path: Path) -> None:
     training.train(_callback(OURS, tmp_path, save_checkpoint_steps=5))
-    assert training.data_files(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt", "net-3_5.ckpt"]
+    assert training.listing(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt", "net-3_5.ckpt"]
 
 
 def test_saved_network_is_saved_instead_of_the_training_network(tmp_path: Path) -> None:
@@ -95,7 +96,7 @@ def test_fit_with_evaluation_leaves_the_files_mindspore_leaves(tmp_path: Path) -
     for directory, callback in _in_both(tmp_path, save_checkpoint_steps=2, keep_checkpoint_max=20):
         model = training.new_model(training.new_network())
         model.fit(3, training.dataset(), training.dataset(2), callbacks=[callback])
-        names.append(training.data_files(directory))
+        names.append(training.listing(directory))
     assert names[0] == names[1]
 
 
@@ -103,7 +104,7 @@ def test_evaluation_saves_nothing(tmp_path: Path) -> None:
     callback = _callback(OURS, tmp_path, save_checkpoint_steps=1)
     model = training.new_model(training.new_network())
     model.eval(training.dataset(), callbacks=[callback])
-    assert training.data_files(tmp_path) == []
+    assert training.listing(tmp_path) == []
 
 
 def test_subclass_of_our_callback_trains_and_fits(tmp_path: Path) -> None:
@@ -122,7 +123,7 @@ def test_subclass_of_our_callback_trains_and_fits(tmp_path: Path) -> None:
     callback = Loud("net", str(tmp_path), config)
     model = training.new_model(training.new_network())
     model.fit(2, training.dataset(), training.dataset(2), callbacks=[callback])
-    assert training.data_files(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt"]
+    assert training.listing(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt"]
     assert (callback.saved, callback.evaluated) == (10, 2)
 
 
@@ -131,7 +132,7 @@ def test_stop_request_saves_the_last_step_as_mindspore_does(tmp_path: Path) -> N
     for directory, callback in _in_both(tmp_path, save_checkpoint_steps=3):
         stop = training.At("step_end", 7, lambda context: context.request_stop())
         training.train([callback, stop])
-        names.append(training.data_files(directory))
+        names.append(training.listing(directory))
     assert names[0] == names[1]
     assert "net-2_2.ckpt" in names[0]
 
@@ -142,7 +143,7 @@ def test_second_run_renames_its_files_as_mindspore_does(tmp_path: Path) -> None:
         for _ in range(3):
             callback = _callback(library, tmp_path / name, save_checkpoint_steps=15)
             training.train([callback])
-        names.append(training.data_files(tmp_path / name))
+        names.append(training.listing(tmp_path / name))
     assert names[0] == names[1] == ["net-3_5.ckpt", "net_1-3_5.ckpt", "net_2-3_5.ckpt"]
 
 
@@ -159,7 +160,7 @@ def test_resumed_training_ends_where_an_uninterrupted_one_ends(tmp_path: Path) -
     assert resumed.checkpoint.name == "net-2_5.ckpt"
     ended = training.numbers_of(model.train_network)
     assert all(np.array_equal(ended[name], whole[name]) for name in whole)
-    assert "net_1-3_5.ckpt" in training.data_files(tmp_path)
+    assert "net_1-3_5.ckpt" in training.listing(tmp_path)
 
 
 def test_resume_skips_a_damaged_file_and_continues_from_a_mindspore_one(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_exception_in_training_leaves_the_breakpoint_file_mindspore_leaves(
     for directory, callback in _in_both(tmp_path, save_checkpoint_steps=3, exception_save=True):
         with pytest.raises(_StoppedError):
             training.train([callback, training.At(point, number, _stop)])
-        names.append(training.data_files(directory))
+        names.append(training.listing(directory))
     assert names[0] == names[1]
     assert any("_breakpoint" in name for name in names[0])
 
@@ -198,7 +199,7 @@ def test_breakpoint_file_is_saved_whatever_stops_the_training(
     callback = _callback(OURS, tmp_path, save_checkpoint_steps=50, exception_save=True)
     with pytest.raises(kind):
         training.train([callback, training.At("step_end", 4, stop)])
-    assert training.data_files(tmp_path) == ["net-1_4_breakpoint.ckpt"]
+    assert training.listing(tmp_path) == ["net-1_4_breakpoint.ckpt"]
 
 
 def test_exception_reaches_the_user_unchanged(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_without_exception_save_there_is_no_breakpoint_file(tmp_path: Path) -> N
     callback = _callback(OURS, tmp_path, save_checkpoint_steps=3)
     with pytest.raises(_StoppedError):
         training.train([callback, training.At("step_end", 4, _stop)])
-    assert training.data_files(tmp_path) == ["net-1_3.ckpt"]
+    assert training.listing(tmp_path) == ["net-1_3.ckpt"]
 
 
 def test_breakpoint_save_that_fails_is_a_note_on_the_users_exception(tmp_path: Path) -> None:
@@ -246,7 +247,7 @@ def test_breakpoint_save_that_fails_is_a_note_on_the_users_exception(tmp_path: P
     with pytest.raises(_StoppedError) as caught:
         training.train([callback, training.At("step_end", 4, spoil)])
     assert "breakpoint checkpoint could not be saved" in caught.value.__notes__[0]
-    assert training.data_files(tmp_path) == []
+    assert training.listing(tmp_path) == []
 
 
 def test_save_that_fails_stops_the_training_with_its_error(tmp_path: Path) -> None:
@@ -263,7 +264,7 @@ def test_dataset_sink_mode_makes_no_difference_on_a_cpu(tmp_path: Path, is_sink:
     callback = _callback(OURS, tmp_path, save_checkpoint_steps=5)
     model = training.new_model(training.new_network())
     model.train(2, training.dataset(), callbacks=[callback], dataset_sink_mode=is_sink)
-    assert training.data_files(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt"]
+    assert training.listing(tmp_path) == ["net-1_5.ckpt", "net-2_5.ckpt"]
 
 
 def test_callable_prefix_and_directory_give_the_names_mindspore_gives(tmp_path: Path) -> None:
@@ -281,16 +282,52 @@ def test_callable_prefix_and_directory_give_the_names_mindspore_gives(tmp_path: 
     assert names[0] == ["e1/at4.ckpt", "e2/at8.ckpt", "e3/at12.ckpt", "e3/at15.ckpt"]
 
 
-def test_graph_mode_saves_the_same_names(tmp_path: Path) -> None:
+def test_graph_mode_leaves_the_files_and_the_graph_that_mindspore_leaves(tmp_path: Path) -> None:
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:
-        names = []
+        names, kinds = [], []
         for directory, callback in _in_both(tmp_path, save_checkpoint_steps=3):
             training.train([callback])
-            names.append(training.data_files(directory))
+            names.append(training.listing(directory))
+            graph = directory / "net-graph.meta"
+            kinds.append((graph.stat().st_mode, graph.stat().st_size > 1000))
     finally:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     assert names[0] == names[1]
+    assert kinds[0] == kinds[1]
+
+
+def test_safetensors_of_a_training_have_the_bytes_of_mindspore(tmp_path: Path) -> None:
+    options = {"save_checkpoint_steps": 15, "append_info": ["epoch_num", "step_num", {"lr": 0.1}]}
+    parts = []
+    for directory, callback in _in_both(tmp_path, format="safetensors", **options):
+        training.train([callback])
+        data = (directory / "net-3_5.safetensors").read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        header = json.loads(data[8:start])
+        # The order of the metadata strings differs between two saves of MindSpore, too.
+        parts.append((header.pop("__metadata__"), list(header.items()), data[start:]))
+    assert parts[0] == parts[1]
+
+
+def test_step_that_goes_back_is_saved_where_mindspore_waits_for_the_old_number(
+    tmp_path: Path,
+) -> None:
+    names = []
+    for directory, callback in _in_both(tmp_path, save_checkpoint_steps=5):
+        network = training.new_network()
+        for step in (5, 1):
+            state = {"cur_step_num": step, "cur_epoch_num": 1, "batch_num": 10}
+            params = _Params(train_network=network, **state)
+            callback.on_train_step_end(mindspore.train.RunContext(params))
+        names.append(training.listing(directory))
+    assert names == [["net-1_1.ckpt", "net-1_5.ckpt"], ["net-1_5.ckpt"]]
+
+
+class _Params(dict[str, Any]):
+    """Callback parameters as MindSpore's `Model` makes them: a dict with attributes."""
+
+    __getattr__ = dict.__getitem__
 
 
 def _losses_of(directory: Path) -> dict[int, float]:
@@ -349,5 +386,5 @@ def test_best_of_fit_keeps_the_best_evaluation(tmp_path: Path) -> None:
     training.new_model(training.new_network()).fit(
         4, training.dataset(), training.dataset(), callbacks=[ours]
     )
-    assert len(training.data_files(tmp_path)) <= 2
+    assert len(training.listing(tmp_path)) <= 2
     assert all("mae" in one.metrics for one in Store(tmp_path).scan())

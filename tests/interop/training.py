@@ -82,11 +82,10 @@ def train(callbacks: Any, *, epochs: int = 3, network: Any = None, initial_epoch
     return model.train_network
 
 
-def data_files(directory: Path) -> list[str]:
-    """Return the names of the checkpoints in a directory, without our manifests and locks."""
-    return sorted(
-        path.name for path in directory.iterdir() if path.suffix in (".ckpt", ".safetensors")
-    )
+def listing(directory: Path) -> list[str]:
+    """Return all names in a directory but those of our manifests and lease files."""
+    ours = (".manifest.json", ".lease")
+    return sorted(path.name for path in directory.iterdir() if not path.name.endswith(ours))
 
 
 def numbers_of(cell: Any) -> dict[str, np.ndarray]:

@@ -144,12 +144,14 @@ def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
     return [target / name for name in names]
 
 
-def write_small_file(path: Path, data: bytes, *, is_beside_checkpoint: bool = False) -> None:
+def write_small_file(
+    path: Path, data: bytes, *, is_beside_checkpoint: bool = False, fs: FileSystem | None = None
+) -> None:
     """Replace a small file durably; makes directories. After an error the older file is intact.
 
-    A file that `is_beside_checkpoint` gets the owner of its directory.
+    A file that `is_beside_checkpoint` gets the owner of its directory; so does one on a given `fs`.
     """
-    fs = OsFileSystem(keeps_owner=not is_beside_checkpoint)
+    fs = OsFileSystem(keeps_owner=not is_beside_checkpoint) if fs is None else fs
     fs.make_directory(path.parent, mode=0o700)
     files = ManifestFiles(path.parent, fs=fs, trust=Trust(), processes=ProcProcesses())
     with fs.hold_directory(path.parent):
