@@ -13,32 +13,98 @@ from ckptmgr._version import __version__
 from ckptmgr.core.errors import CkptmgrError
 
 if TYPE_CHECKING:
+    from safetensors import SafetensorError
+
     from ckptmgr.config.config import CheckpointConfig
+    from ckptmgr.config.memory import MemoryConfig
+    from ckptmgr.core.errors import (
+        CheckpointFileNotFound,
+        CheckpointNotFound,
+        ChecksumMismatch,
+        CorruptCheckpoint,
+        KeyProblem,
+        SaveFailed,
+        SaveSuperseded,
+        StagingExhausted,
+        StoreFull,
+        StoreLocked,
+        TamperedCheckpoint,
+        TruncatedCheckpoint,
+        UnprovenCheckpoint,
+        UnsafePrune,
+        UnsafeWrite,
+        UnsealedCheckpoint,
+        UnsupportedCheckpoint,
+        UnsupportedState,
+    )
+    from ckptmgr.core.handle import SaveHandle
     from ckptmgr.core.model import Checkpoint, Plan
     from ckptmgr.files.load.network import load_param_into_net
     from ckptmgr.files.open_checkpoint import open_checkpoint
     from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
     from ckptmgr.files.state_file import load_state, save_state
+    from ckptmgr.formats.errors import TruncatedError
     from ckptmgr.formats.tensor import PackedArray
     from ckptmgr.integrations.safetensors.files import load_file, save_file
     from ckptmgr.integrations.safetensors.opening import safe_open
     from ckptmgr.io.object_store import RangeSource
+    from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
+    from ckptmgr.parallel.errors import RankFailed, ResumeFailed
+    from ckptmgr.policy.forecast import Forecast
     from ckptmgr.policy.retention import plan
-    from ckptmgr.policy.text import parse_policy
+    from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
+    from ckptmgr.policy.text import PolicyTextError, parse_policy
+    from ckptmgr.series.candidates import Skipped
+    from ckptmgr.state.paths import StateMismatch
     from ckptmgr.training.callback import ModelCheckpoint
     from ckptmgr.training.manager import CheckpointManager
-    from ckptmgr.training.resume import Resumption
+    from ckptmgr.training.resume import Resumed, Resumption
 
 __all__ = [
     "Checkpoint",
     "CheckpointConfig",
+    "CheckpointFileNotFound",
     "CheckpointManager",
+    "CheckpointNotFound",
+    "ChecksumMismatch",
     "CkptmgrError",
+    "CorruptCheckpoint",
+    "EverySeconds",
+    "EverySteps",
+    "Forecast",
+    "KeyProblem",
+    "MemoryConfig",
     "ModelCheckpoint",
+    "Never",
+    "Overhead",
     "PackedArray",
     "Plan",
+    "PolicyTextError",
     "RangeSource",
+    "RankFailed",
+    "RanksMissing",
+    "RanksOutOfStep",
+    "ResumeFailed",
+    "Resumed",
     "Resumption",
+    "SafetensorError",
+    "SaveFailed",
+    "SaveHandle",
+    "SaveSuperseded",
+    "Skipped",
+    "StagingExhausted",
+    "StateMismatch",
+    "StoreFull",
+    "StoreLocked",
+    "TamperedCheckpoint",
+    "TruncatedCheckpoint",
+    "TruncatedError",
+    "UnprovenCheckpoint",
+    "UnsafePrune",
+    "UnsafeWrite",
+    "UnsealedCheckpoint",
+    "UnsupportedCheckpoint",
+    "UnsupportedState",
     "__version__",
     "load_checkpoint",
     "load_file",
@@ -56,12 +122,47 @@ __all__ = [
 _HOMES = {
     "Checkpoint": "core.model",
     "CheckpointConfig": "config.config",
+    "CheckpointFileNotFound": "core.errors",
     "CheckpointManager": "training.manager",
+    "CheckpointNotFound": "core.errors",
+    "ChecksumMismatch": "core.errors",
+    "CorruptCheckpoint": "core.errors",
+    "EverySeconds": "policy.save",
+    "EverySteps": "policy.save",
+    "Forecast": "policy.forecast",
+    "KeyProblem": "core.errors",
+    "MemoryConfig": "config.memory",
     "ModelCheckpoint": "training.callback",
+    "Never": "policy.save",
+    "Overhead": "policy.save",
     "PackedArray": "formats.tensor",
     "Plan": "core.model",
+    "PolicyTextError": "policy.text",
     "RangeSource": "io.object_store",
+    "RankFailed": "parallel.errors",
+    "RanksMissing": "parallel.coordinator",
+    "RanksOutOfStep": "parallel.coordinator",
+    "ResumeFailed": "parallel.errors",
+    "Resumed": "training.resume",
     "Resumption": "training.resume",
+    "SafetensorError": "integrations.safetensors.opening",
+    "SaveFailed": "core.errors",
+    "SaveHandle": "core.handle",
+    "SaveSuperseded": "core.errors",
+    "Skipped": "series.candidates",
+    "StagingExhausted": "core.errors",
+    "StateMismatch": "state.paths",
+    "StoreFull": "core.errors",
+    "StoreLocked": "core.errors",
+    "TamperedCheckpoint": "core.errors",
+    "TruncatedCheckpoint": "core.errors",
+    "TruncatedError": "formats.errors",
+    "UnprovenCheckpoint": "core.errors",
+    "UnsafePrune": "core.errors",
+    "UnsafeWrite": "core.errors",
+    "UnsealedCheckpoint": "core.errors",
+    "UnsupportedCheckpoint": "core.errors",
+    "UnsupportedState": "core.errors",
     "load_checkpoint": "files.serialization",
     "load_file": "integrations.safetensors.files",
     "load_param_into_net": "files.load.network",

@@ -58,6 +58,10 @@ def test_callback_example_of_the_readme_saves_by_seconds_and_keeps_by_minutes(
     assert names["config"].save_policy() == EverySeconds(100)
     assert names["config"].retention_policy() == RetentionPolicy((PerMinutes(5),))
     assert caplog.messages == []
+    names["net"]["w"][...] = 0.0
+    (resuming,) = [block for block in blocks() if "callback.resume()" in block]
+    exec(resuming, names)  # noqa: S102 - our own README
+    assert (names["net"]["w"].tolist(), names["first_epoch"]) == ([1.0, 1.0], 10)
 
 
 def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(
@@ -66,7 +70,8 @@ def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CKPTMGR_KEY", "ab" * 16)
     names: dict[str, object] = {}
-    exec(blocks()[2], names)  # noqa: S102 - our own README
+    (example,) = [block for block in blocks() if "enc_key=key" in block]
+    exec(example, names)  # noqa: S102 - our own README
     manager = names["manager"]
     assert isinstance(manager, CheckpointManager)
     with manager:

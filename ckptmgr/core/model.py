@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from ckptmgr.core.short_repr import short_repr
+
 _NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
@@ -143,6 +145,18 @@ class Checkpoint:
     previous: Link | None = None
     parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
+    def __repr__(self) -> str:
+        """Return what tells it from others; `dataclasses.asdict` has everything."""
+        return short_repr(
+            self,
+            path=str(self.path),
+            step=self.step,
+            saved_at=self.saved_at.isoformat(),
+            size_bytes=self.size_bytes,
+            state=self.state.value,
+            metrics=self.metrics,
+        )
+
     @property
     def name(self) -> str:
         """The file name."""
@@ -230,6 +244,11 @@ class Plan:
 
     policy: str
     verdicts: tuple[Verdict, ...]
+
+    def __repr__(self) -> str:
+        """Return the policy, and the steps that stay and go."""
+        kept, dropped = ([one.step for one in those] for those in (self.kept, self.dropped))
+        return short_repr(self, policy=self.policy, kept=kept, dropped=dropped)
 
     @property
     def kept(self) -> tuple[Checkpoint, ...]:

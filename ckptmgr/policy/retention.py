@@ -29,6 +29,7 @@ Under every policy:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -46,6 +47,7 @@ from ckptmgr.policy.rules import (
 )
 
 _LEAST_UNRANKED = 5  # MindSpore's keep_checkpoint_max
+_VALUES = tuple(one.name for one in fields(Checkpoint) if one.repr)
 _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -110,7 +112,7 @@ def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoi
         key=lambda item: (
             item.order,
             as_utc(item.saved_at),
-            repr(item) if has_doubles else str(item.path),
+            _text_of(item) if has_doubles else str(item.path),
         ),
         reverse=True,
     )
@@ -150,6 +152,10 @@ def _plan_series(
         _check_something_is_kept(countable, rules, findings)
         _check_metrics(countable, rules)
     return verdicts
+
+
+def _text_of(checkpoint: Checkpoint) -> str:
+    return repr([getattr(checkpoint, name) for name in _VALUES])
 
 
 def _verdict(

@@ -301,6 +301,9 @@ class ModelCheckpoint(TrainingHooks):
     def resume(self, *, allow_bare: bool = False) -> Resumed | None:
         """Return the newest checkpoint of this prefix in the directory that loads, or None.
 
+        Call it before the training begins: `load_param_into_net(net, found.values)` restores the
+        network, and `found.checkpoint` has the step and the epoch to go on from.
+
         Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. The run then
         continues that of the checkpoint: the checkpoints of that run count for the retention
         policy, which never removes the resumed one. All ranks resume the same checkpoint.

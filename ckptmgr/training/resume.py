@@ -12,11 +12,12 @@ import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
 from ckptmgr.formats.source import read_bytes
@@ -65,7 +66,7 @@ class Resumption:
 
     step: int
     next_step: int
-    state: object = field(repr=False)
+    state: object
     epoch: int | None = None
     checkpoint: Checkpoint | None = None
     metrics: Mapping[str, float]
@@ -106,6 +107,21 @@ class Resumption:
             starts=starts,
             doubt=doubt,
             kept=tuple(kept),
+        )
+
+    def __repr__(self) -> str:
+        """Return where the run starts, without the state."""
+        name = None if self.checkpoint is None else self.checkpoint.name
+        return short_repr(
+            self,
+            step=self.step,
+            next_step=self.next_step,
+            checkpoint=name,
+            metrics=self.metrics,
+            skipped=[one.checkpoint.name for one in self.skipped],
+            starts=self.starts,
+            kept=self.kept,
+            doubt=self.doubt,
         )
 
     @property
@@ -150,6 +166,19 @@ class Resumed:
     skipped: tuple[Skipped, ...]
     kept: tuple[str, ...] = ()
     doubt: str | None = None
+
+    def __repr__(self) -> str:
+        """Return where the run starts; of the values their number."""
+        return short_repr(
+            self,
+            checkpoint=self.checkpoint.name,
+            step=self.checkpoint.step,
+            epoch=self.checkpoint.epoch,
+            values=len(self.values),
+            skipped=[one.checkpoint.name for one in self.skipped],
+            kept=self.kept,
+            doubt=self.doubt,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
