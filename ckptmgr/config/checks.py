@@ -223,16 +223,14 @@ def check_compression(method: object, level: object, *, format: str) -> int | No
 
 
 def check_options(
-    names: Iterable[str], *, options: Iterable[str], parameters: Iterable[str]
+    owner: str, names: Iterable[str], *, options: Iterable[str], parameters: Iterable[str]
 ) -> None:
-    """Raise TypeError for a name that is neither; its value, perhaps a key, is not shown."""
+    """Raise TypeError for a name that `owner` does not have; its value, perhaps a key, is not shown."""
     known = [*options, *parameters]
     for name in names:
         if name not in known:
             hint = _did_you_mean(name, known)
-            raise TypeError(
-                f"CheckpointConfig has no option {name!r}" + (f"; {hint}" if hint else "")
-            )
+            raise TypeError(f"{owner} has no option {name!r}" + (f"; {hint}" if hint else ""))
 
 
 def warn_of_masked(

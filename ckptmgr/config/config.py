@@ -176,7 +176,7 @@ class CheckpointConfig:
         compression_level: int = 1,
         **options: object,
     ) -> None:
-        check_options(options, options=_OPTIONS, parameters=_PARAMETERS)
+        check_options("CheckpointConfig", options, options=_OPTIONS, parameters=_PARAMETERS)
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
         steps = check_optional_count(save_checkpoint_steps)
         seconds = check_optional_count(save_checkpoint_seconds)

@@ -10,12 +10,14 @@ Same parameters, defaults and argument errors. Different on purpose, each for sa
 * `enc_key` with `crc_check` works: the CRC goes inside the encryption.
 * Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless
   `allow_unsealed=True`.
+* An unknown option of `save_checkpoint` is a TypeError.
 * Data that MindSpore fills with zeros, truncates or crashes on is an error that names file, offset
   and tensor.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +31,7 @@ from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
     check_is_bool,
+    check_options,
     check_signing_key,
     check_trusted_keys,
 )
@@ -42,12 +45,15 @@ from ckptmgr.files.load.options import ReadOptions, everything
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.files.serialization_arguments import (
+    MoreOptions,
     check_append_dict,
+    check_more_options,
     check_safetensors_options,
     chooser,
     load_path,
     safetensors_metadata,
     save_path,
+    warn_of_redundancy,
 )
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
@@ -118,8 +124,10 @@ def save_checkpoint(
             else `pt`, which PyTorch, Hugging Face's libraries and MindSpore read.
         signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the
             manifest.
-        kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored
-            as MindSpore does.
+        kwargs: MindSpore's `remove_redundancy` (noted in the metadata of a safetensors file),
+            `global_step_num` (the step in the manifest, if `append_dict` has no `step_num`) and
+            `incremental` (refused unless false); each is refused where it has no effect. Another
+            name is a TypeError, unlike in MindSpore, where `enc_kye=` writes plaintext.
 
     Returns:
         The checkpoint as listed.
@@ -132,6 +140,7 @@ def save_checkpoint(
             changed.
         OSError: From the disk; an older file of this name is intact.
     """
+    check_options("save_checkpoint", kwargs, options=MoreOptions._fields, parameters=_PARAMETERS)
     path = save_path(
         save_obj,
         ckpt_file_name,
@@ -145,17 +154,15 @@ def save_checkpoint(
     check_given_key("enc_key", enc_key)
     check_cipher_mode("enc_mode", enc_mode)
     check_is_bool("crc_check", crc_check)
-    remove_redundancy = kwargs.get("remove_redundancy")
-    if remove_redundancy is not None:
-        check_is_bool("remove_redundancy", remove_redundancy)
-    check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
+    more = check_more_options(kwargs, format)
+    check_safetensors_options(format, enc_key, enc_mode, more)
     key = resolve_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
     with gc_paused():
         items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
-    strings = safetensors_metadata(save_obj, format, metadata, remove_redundancy)
+    strings = safetensors_metadata(save_obj, format, metadata, more.remove_redundancy)
     options = SaveOptions(
         format=format,
         key=key,
@@ -171,9 +178,14 @@ def save_checkpoint(
         items,
         options=options,
         metadata=strings,
-        facts=append_dict or {},
+        facts={"step_num": more.global_step_num, **(append_dict or {})},
         signing_key=check_signing_key(signing_key),
     )
+
+
+_PARAMETERS = tuple(
+    name for name in inspect.signature(save_checkpoint).parameters if name != "kwargs"
+)
 
 
 def load_checkpoint(
@@ -210,7 +222,8 @@ def load_checkpoint(
         specify_prefix: Only names with this prefix.
         choice_func: Which names to load; ignored with either prefix, as in MindSpore.
         crc_check: Compare the CRC32.
-        remove_redundancy: Accepted; it matters for sharded parameters only.
+        remove_redundancy: Whether a rank saved a part of the tensors only; a safetensors file that
+            notes the opposite is loaded with MindSpore's warning.
         format: `ckpt` or `safetensors`; None depends on the file.
         allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
         allow_unencrypted: With a key, accept plain files, too.
@@ -263,6 +276,7 @@ def load_checkpoint(
     )
 
     def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
+        warn_of_redundancy(opened.metadata, is_expected=remove_redundancy)
         if into is None:
             return dict(read_values(opened, choose=choose, check_crc=crc_check))
         read_into(opened, into, check_crc=crc_check)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from ckptmgr.config.checks import check_is_bool, check_optional_count
 from ckptmgr.core.errors import CheckpointFileNotFound
 from ckptmgr.core.names import (
     COMPRESSED_SUFFIX,
@@ -21,6 +24,8 @@ from ckptmgr.state.arrays import is_mindspore
 from ckptmgr.store.real_files import real_file
 
 _FORMATS = ("ckpt", "safetensors")
+_REDUNDANCY = "remove_redundancy"  # in the metadata of a safetensors file
+_LOG = logging.getLogger(__name__)
 
 
 def save_path(
@@ -185,8 +190,40 @@ def check_append_dict(append_dict: object) -> None:
             )
 
 
+class MoreOptions(NamedTuple):
+    """The values of MindSpore's undocumented options of `save_checkpoint`."""
+
+    incremental: object = False
+    global_step_num: int | None = None
+    remove_redundancy: bool | None = None
+
+
+def check_more_options(given: Mapping[str, Any], format: str) -> MoreOptions:
+    """Return options that came by keyword beside the parameters; MindSpore ignores unknown ones.
+
+    Raises:
+        TypeError, ValueError: One has a value that cannot be, or has no effect in this format.
+    """
+    options = MoreOptions(**given)
+    if options.remove_redundancy is not None:
+        check_is_bool("remove_redundancy", options.remove_redundancy)
+    check_optional_count(options.global_step_num)
+    if format != "ckpt":  # see `check_safetensors_options`
+        return options
+    if options.incremental:
+        raise ValueError(
+            "incremental has no effect in save_checkpoint: a file with the changes of map parameters alone "
+            "cannot be loaded by itself; every file holds all of them"
+        )
+    if options.remove_redundancy:
+        raise ValueError(
+            "remove_redundancy has no effect on a .ckpt, which cannot note it: pass format='safetensors'"
+        )
+    return options
+
+
 def check_safetensors_options(
-    format: str, enc_key: bytes | str | None, enc_mode: str, incremental: object
+    format: str, enc_key: bytes | str | None, enc_mode: str, options: MoreOptions
 ) -> None:
     """Raise MindSpore's ValueError for options that safetensors files do not have."""
     if format != "safetensors":
@@ -196,9 +233,13 @@ def check_safetensors_options(
         raise ValueError(
             f"{start}'enc_mode' must be set to default value 'AES-GCM', but got '{enc_mode}'."
         )
-    if incremental is not False:
+    if options.incremental is not False:
         raise ValueError(
-            f"{start}'map_param_inc' must be set to default value 'False', but got '{incremental}'."
+            f"{start}'map_param_inc' must be set to default value 'False', but got '{options.incremental}'."
+        )
+    if options.global_step_num is not None:
+        raise ValueError(
+            f"{start}'global_step_num' must be set to default value 'None', but got '{options.global_step_num}'."
         )
 
 
@@ -226,7 +267,7 @@ def safetensors_metadata(
 
     own = dict(MINDSPORE_METADATA) if is_mindspore(save_obj) else {FORMAT_KEY: DEFAULT_FORMAT}
     if remove_redundancy is not None:
-        own["remove_redundancy"] = str(remove_redundancy)
+        own[_REDUNDANCY] = str(remove_redundancy)
     for key, text in own.items():
         if given.get(key, text) != text:
             raise ValueError(
@@ -245,3 +286,15 @@ def checked_strings(metadata: object) -> dict[str, str]:
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"'metadata' must map strings to strings, but got {key!r}: {text!r}")
     return dict(metadata)
+
+
+def warn_of_redundancy(metadata: Mapping[str, str], *, is_expected: bool) -> None:
+    """Log MindSpore's warning if a file says that ranks shared its tensors, or not, unlike the caller."""
+    noted = metadata.get(_REDUNDANCY)
+    if noted not in (None, str(is_expected)):
+        kind = "non-deduplicated" if is_expected else "deduplicated"
+        _LOG.warning(
+            "For 'load_checkpoint', the safetensors file is %s, but remove_redundancy is set to %s.",
+            kind,
+            is_expected,
+        )
