@@ -93,8 +93,9 @@ class MemoryConfig:
             limit.
         smallest_evictee_bytes: Smaller snapshots are never evicted, smaller tensors never
             offloaded.
-        restore_time_exponent: Weight of a restore's seconds in the choice of snapshots to evict.
-        restore_memory_exponent: Weight of a restore's extra bytes in that choice.
+        restore_time_exponent: Weight, in the choice of snapshots to evict, of the seconds to get their
+            states again: a load of the checkpoint before, and the training since then.
+        restore_memory_exponent: Weight of the bytes of that checkpoint in that choice.
         is_sampling: Whether that choice is among about the square root of the candidates.
         wipe: When staged plaintext is zeroed: never, when the save ends, or each tensor as soon as it
             is written (`each_buffer`; a failed save is then not tried again).

@@ -17,7 +17,7 @@ from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.tree import FlatState
 
 if TYPE_CHECKING:  # only a run with snapshots needs them
-    from ckptmgr.engine.snapshots import SnapshotCache
+    from ckptmgr.engine.snapshots import CostOf, SnapshotCache
     from ckptmgr.state.unflatten import ReadTensor
 
 _LOG = logging.getLogger(__name__)
@@ -44,7 +44,8 @@ class RecentStates:
 
     Args:
         config: `snapshot_budget_bytes` and the eviction rules.
-        clock: Seconds on any monotonic clock.
+        clock: Seconds on any clock; how long a state was not used has a share in the eviction.
+        cost_of: The cost of getting a state again, which decides about the eviction.
         ledger: The account of `host_budget_bytes`, shared with the staging of saves; a new one by
             default.
         most: How many states are kept at most; the oldest is dropped first.
@@ -56,9 +57,11 @@ class RecentStates:
         clock: Callable[[], float],
         *,
         ledger: Ledger | None = None,
+        cost_of: CostOf | None = None,
         most: int,
     ) -> None:
         self._config, self._clock, self._ledger = config, clock, ledger
+        self._cost_of = cost_of
         self._cache: SnapshotCache | None = None  # until the first state
         self._most = most
         self._notes: dict[int, _Note] = {}
@@ -86,7 +89,7 @@ class RecentStates:
     def _new_cache(self) -> SnapshotCache:
         from ckptmgr.engine.snapshots import SnapshotCache
 
-        return SnapshotCache(self._config, self._clock, ledger=self._ledger)
+        return SnapshotCache(self._config, self._clock, ledger=self._ledger, cost_of=self._cost_of)
 
     def give_way(self) -> bool:
         """Drop one state, because a save needs the memory; return whether there was one."""

@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import isqrt, log
+from typing import NamedTuple, Protocol
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
@@ -51,8 +52,8 @@ class Evictee:
     Attributes:
         step: Its step.
         size_bytes: Memory that its eviction frees.
-        restore_s: Seconds it would take to load it again.
-        restore_bytes: Memory that loading it needs beyond the state itself (decoding buffers).
+        restore_s: Seconds it would take to get the state again: a load, and the training from there.
+        restore_bytes: Bytes that this would read.
         used_at_s: When it was put or last read, on the clock of `now_s`.
         is_pinned: Whether it must stay.
     """
@@ -63,6 +64,21 @@ class Evictee:
     restore_bytes: int
     used_at_s: float
     is_pinned: bool
+
+
+class RestoreCost(NamedTuple):
+    """The seconds to get a state again without its snapshot, and the bytes that this reads."""
+
+    seconds: float
+    read_bytes: int
+
+
+class CostOf(Protocol):
+    """Finds the present cost of a snapshot."""
+
+    def __call__(self, step: int, /, *, size_bytes: int) -> RestoreCost:
+        """Return the cost for a step, whose snapshot has that size."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +158,7 @@ class SnapshotCache:
             disk budgets.
         clock: Seconds on any monotonic clock.
         ledger: That of the staging pool, when both share a budget; a new one by default.
+        cost_of: Replaces the costs given to `put` when a snapshot is to be evicted.
     """
 
     def __init__(
@@ -150,7 +167,9 @@ class SnapshotCache:
         clock: Callable[[], float] = time.monotonic,
         *,
         ledger: Ledger | None = None,
+        cost_of: CostOf | None = None,
     ) -> None:
+        self._cost_of = cost_of
         self._config = MemoryConfig() if config is None else config
         self._clock = clock
         # Evicting must free memory at once, and several snapshots exist at the same time.
@@ -192,8 +211,8 @@ class SnapshotCache:
             step: Its step.
             items: The tensors and texts to copy.
             is_committed: Whether it is durable already; otherwise call `commit` later.
-            restore_s: Seconds that loading it would take, measured or estimated.
-            restore_bytes: Extra memory that loading it would need.
+            restore_s: Seconds that getting it again would take, measured or estimated.
+            restore_bytes: Bytes that this would read.
 
         Raises:
             StagingExhausted: There is not enough room, even after every possible eviction. A
@@ -318,11 +337,18 @@ class SnapshotCache:
                 evicted.append(step)
 
     def _evict(self, *, keep: int | None) -> int | None:
-        evictees = [entry.evictee for step, entry in self._entries.items() if step != keep]
+        entries = self._entries.items()
+        evictees = [self._priced(entry.evictee) for step, entry in entries if step != keep]
         choice = choose_victim(evictees, self._config, now_s=self._clock())
         if choice.step is not None:
             self._drop(choice.step)
         return choice.step
+
+    def _priced(self, evictee: Evictee) -> Evictee:
+        if self._cost_of is None:
+            return evictee
+        cost = self._cost_of(evictee.step, size_bytes=evictee.size_bytes)
+        return replace(evictee, restore_s=cost.seconds, restore_bytes=cost.read_bytes)
 
     def _drop(self, step: int) -> None:
         entry = self._entries.pop(step, None)

@@ -8,7 +8,6 @@ not, so that the policy does.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.recent_states import RecentStates
 from ckptmgr.policy.save import LastSave
+from ckptmgr.training.restore_costs import RestoreCosts
 
 
 class Progress:
@@ -98,8 +98,8 @@ class RunPast:
     """The past of a run, which a resumption or a rollback changes.
 
     At most `snapshots` states stay in memory, within the budget of `memory`; `ledger` accounts for
-    them and for the staging of saves. `given_up` holds path and commit sequence of the checkpoints
-    that a rollback went back behind.
+    them and for the staging of saves. `is_there` says whether a checkpoint still exists. `given_up`
+    holds path and commit sequence of the checkpoints that a rollback went back behind.
     """
 
     def __init__(
@@ -109,10 +109,14 @@ class RunPast:
         memory: MemoryConfig | None,
         ledger: Ledger | None = None,
         snapshots: int,
+        is_there: Callable[[Checkpoint], bool],
     ) -> None:
         self._clock = clock
         self.progress = Progress(LastSave(at=clock(), is_start=True))
-        self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
+        self.costs = RestoreCosts(clock, is_there)
+        self.recent = RecentStates(
+            memory, clock, ledger=ledger, cost_of=self.costs.of, most=snapshots
+        )
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
         self.given_up: set[tuple[Path, int]] = set()
@@ -125,6 +129,7 @@ class RunPast:
         """Reset to the start of a run."""
         self.start_at(0, is_own=False)
         self.progress = Progress(LastSave(at=self._clock(), is_start=True))
+        self.costs.begin()
 
     def start_at(self, step: int, *, is_own: bool) -> None:
         """Reset to a resumption at `step`.
@@ -141,11 +146,16 @@ class RunPast:
         """Record a rollback to `step`, which gives up the later ones of `checkpoints`."""
         self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
         self.recent.drop_after(step)
+        self.costs.go_back(step)
         self.progress.go_back(step, self._clock())
         self.seen_step = step
         self.unsaved = None
 
-    def resumed(self, checkpoint: Checkpoint) -> None:
+    def resumed(self, checkpoint: Checkpoint, *, is_own: bool, load_s: float) -> None:
         """Record the resumed checkpoint; if it was given up, all given-up ones count again."""
+        if is_own:
+            self.costs.go_back(checkpoint.step)
+        else:
+            self.costs.begin(checkpoint, load_s=load_s)
         if (checkpoint.path, checkpoint.sequence) in self.given_up:
             self.given_up.clear()

@@ -164,6 +164,7 @@ class CheckpointManager:
             memory=self._engine.memory,
             ledger=self._engine.ledger,
             snapshots=checked_interval("snapshots", snapshots),
+            is_there=self._reader.is_there,
         )
         self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
         self._saver = StateSaver(
@@ -432,6 +433,7 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         self._past.saw(step)
+        self._past.costs.ended(step)
         flat = as_held_here(tree.flatten(resolve_state(state), self._team.slicer))
         return self._past.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
 

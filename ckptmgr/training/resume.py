@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
@@ -282,6 +283,7 @@ def resume_state(
 
     `past` is reset to its step.
     """
+    started = time.perf_counter()
     writer.prepare()
     found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
@@ -292,8 +294,9 @@ def resume_state(
         restore = loaded.plan_restore(state)
     restored = restore()
     writer.continue_from(checkpoint, loaded.manifest)
-    past.start_at(checkpoint.step, is_own=checkpoint.run_id == writer.run_id)
-    past.resumed(checkpoint)
+    is_own = checkpoint.run_id == writer.run_id
+    past.start_at(checkpoint.step, is_own=is_own)
+    past.resumed(checkpoint, is_own=is_own, load_s=time.perf_counter() - started)
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
         _LOG.warning(

@@ -87,6 +87,7 @@ class StateSaver:
         handle = self._engine.run(job, self._writer, watch=watch, state=given)
         if handle is not None:
             self._past.progress.note(handle, LastSave(step=step, at=now))
+            self._past.costs.saved(step, handle)
             self._forecaster.after_save(handle, now)
         return handle
 

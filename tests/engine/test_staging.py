@@ -19,7 +19,7 @@ from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
-from ckptmgr.state.items import tensors_in
+from ckptmgr.state.items import Part, tensors_in
 from tests.support.interrupts import is_interrupted
 from tests.support.staging_memory import MIB, failing, filled, map_tensors, open_descriptors, values
 from tests.support.strategies import tensors, texts
@@ -370,6 +370,18 @@ def test_atomic_clean_policy_1_wipes_each_buffer_when_it_is_done(tmp_path: Path)
         with pytest.raises(ValueError, match="after its release"):
             item.content()
         assert values(staged.items[:1]) == values([map_tensors("m")])
+        staged.release()
+
+
+def test_part_that_is_saved_alone_is_wiped_alone_and_foreign_tensors_stay() -> None:
+    with StagingPool(MemoryConfig(wipe="each_buffer")) as pool:
+        staged = pool.stage([filled("a", 9)])
+        (whole,) = tensors_in(staged.items)
+        foreign = filled("a", 9)
+        for tensor in (Tensor(whole.spec, Part(whole=whole, start=2, stop=5)), foreign):
+            staged.discard(tensor)
+        assert bytes(whole.content()) == b"\x07\x07\0\0\0\x07\x07\x07\x07"
+        assert bytes(foreign.content()) == b"\x07" * 9
         staged.release()
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Extent, Image, ImageBuilder
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.tensor import Tensor
 from tests.support.strategies import named_tensor, tensor_of
 
@@ -90,3 +91,14 @@ def test_content_of_another_length_is_refused_with_its_name() -> None:
         builder.add_tensor(tensor, size_bytes=2)
     with pytest.raises(FormatError, match=r"has 3 bytes.*'t1'"):
         bytes_of(builder)
+
+
+def test_tensor_in_several_extents_is_used_up_with_the_last_of_them() -> None:
+    image = build_ckpt_image([small(100_000), small(7, fill=1)], slice_bytes=40_000)
+    used: list[str] = []
+    image.watch_uses(lambda tensor: used.append(tensor.spec.name))
+    for offset in range(0, 90_000, 10_000):
+        image.release(offset, 10_000)
+    assert used == []
+    image.release(90_000, image.body_size - 90_000)
+    assert used == ["t0", "t1"]

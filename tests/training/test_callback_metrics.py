@@ -126,6 +126,17 @@ def test_evaluation_of_a_step_without_a_checkpoint_is_noted_at_no_other(tmp_path
     loop.end()
 
 
+def test_metrics_that_the_save_has_already_change_no_manifest(tmp_path: Path) -> None:
+    callback = callback_of(tmp_path)
+    loop = MindSporeLoop((callback,), outputs=lambda _: None, metrics={"mae": 2.0})
+    loop.run(1, end=False)
+    (manifest,) = tmp_path.glob("*.manifest.json")
+    before = manifest.stat().st_ino
+    loop.evaluate(mae=2.0)
+    assert manifest.stat().st_ino == before
+    loop.end()
+
+
 def test_evaluation_that_cannot_be_noted_is_logged_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -100,6 +100,10 @@ def test_step_after_a_failed_save_of_step_0_is_saved(tmp_path: Path) -> None:
         assert manager.step_end(2, {"n": 2}) is None
 
 
+def test_step_that_goes_back_to_0_is_saved(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, [1, 2, 0], save_checkpoint_steps=2) == [2, 0]
+
+
 def test_next_step_is_0_for_a_fresh_start_and_1_after_step_0(tmp_path: Path) -> None:
     trained = []
     for _ in range(2):
