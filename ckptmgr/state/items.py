@@ -73,11 +73,12 @@ def _described(item: Item, places: Iterator[SlabOffset]) -> dict[str, object]:
         parts = [_described(tensor, places) for tensor in tensors_of(item)]
         return {"name": item.name, "map": parts}
     slab, offset = next(places)
+    packed = item.spec.dtype.packed_shape
     return {
         "name": item.spec.name,
         "dtype": item.spec.dtype.name,
         "shape": item.spec.shape,
-        "packed_shape": item.spec.dtype.packed_shape,
+        **({} if packed is None else {"packed_shape": packed}),
         "slab": slab,
         "offset": offset,
         "length": item.spec.size_bytes,
@@ -106,7 +107,7 @@ def _item_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Item:
 
 
 def _tensor_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Tensor:
-    if entry["packed_shape"] is None:
+    if "packed_shape" not in entry:
         dtype, shape = BY_NAME[entry["dtype"]], tuple(entry["shape"])
     else:
         dtype, shape = packed_dtype(entry["dtype"], tuple(entry["packed_shape"]))
