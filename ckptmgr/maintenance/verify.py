@@ -117,8 +117,11 @@ def was_removed(store: Store, answer: Verification) -> bool:
     """Return whether a checkpoint that failed its check was removed meanwhile."""
     if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
         return False
-    now = next((one for one in store.scan() if one.path == answer.checkpoint.path), None)
-    return now is None or now.state is State.LEFTOVER
+    path = answer.checkpoint.path
+    now = next((one for one in store.scan() if one.path == path), None)
+    if now is None:  # a file that is no checkpoint is there, but not listed
+        return store.fs.status(path) is None
+    return now.state is State.LEFTOVER
 
 
 def _repair_hint(

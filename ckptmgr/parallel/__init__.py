@@ -20,7 +20,13 @@ if TYPE_CHECKING:
     from ckptmgr.parallel.errors import LayoutError, MixedSteps, SliceMissing
     from ckptmgr.parallel.foreign_layouts import from_dtensor, from_named_sharding, from_placements
     from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-    from ckptmgr.parallel.mindspore.context import AutoParallelContext, ParallelMode
+    from ckptmgr.parallel.mindspore.context import (
+        AutoParallelContext,
+        ParallelMode,
+        get_auto_parallel_context,
+        reset_auto_parallel_context,
+        set_auto_parallel_context,
+    )
     from ckptmgr.parallel.mindspore.distributed import (
         load_distributed_checkpoint,
         load_segmented_checkpoints,
@@ -61,6 +67,7 @@ __all__ = [
     "from_dtensor",
     "from_named_sharding",
     "from_placements",
+    "get_auto_parallel_context",
     "get_parameter_redundancy",
     "load_distributed_checkpoint",
     "load_segmented_checkpoints",
@@ -71,7 +78,9 @@ __all__ = [
     "rank_list_for_transform",
     "read_layouts",
     "remove_param_redundancy",
+    "reset_auto_parallel_context",
     "restore_group_info_list",
+    "set_auto_parallel_context",
     "transform_checkpoint_by_rank",
     "transform_checkpoints",
     "unified_safetensors",
@@ -83,7 +92,8 @@ _NAMES_OF = {
     "errors": "LayoutError MixedSteps SliceMissing",
     "foreign_layouts": "from_dtensor from_named_sharding from_placements",
     "layout": "ParallelLayout read_layouts",
-    "mindspore.context": "AutoParallelContext ParallelMode",
+    "mindspore.context": "AutoParallelContext ParallelMode get_auto_parallel_context reset_auto_parallel_context "
+    "set_auto_parallel_context",
     "mindspore.distributed": "load_distributed_checkpoint load_segmented_checkpoints",
     "mindspore.merge": "SlicedParameter merge_sliced_parameter",
     "mindspore.outputs": "WrittenFiles",

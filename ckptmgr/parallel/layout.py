@@ -254,11 +254,16 @@ def rank_count(layouts: Layouts | None) -> int:
 
 def rank_of_process() -> int:
     """Return the rank in `RANK_ID` (MindSpore) or `RANK` (torchrun); 0 without either."""
+    return rank_in_environment() or 0
+
+
+def rank_in_environment() -> int | None:
+    """Return the rank in `RANK_ID` or `RANK`, or None."""
     for name in ("RANK_ID", "RANK"):
         text = os.environ.get(name, "")
         if text.isdecimal():
             return int(text)
-    return 0
+    return None
 
 
 def _axes(value: Any) -> tuple[int, ...]:

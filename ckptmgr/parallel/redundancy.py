@@ -27,9 +27,10 @@ from ckptmgr.parallel.layout import (
     ParallelLayout,
     from_layout_tuple,
     from_strategy_layout,
-    rank_of_process,
     read_strategy,
 )
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
+from ckptmgr.parallel.mindspore.placement import Placement, placement_of
 from ckptmgr.parallel.mindspore.slices import equal_groups
 
 Groups = tuple[tuple[int, ...], ...]
@@ -44,6 +45,7 @@ def get_parameter_redundancy(
     *,
     rank: int | None = None,
     group_size: Callable[[str], int] | None = None,
+    context: AutoParallelContext | None = None,
 ) -> dict[str, Groups]:
     """Return for every parameter, sorted by name, the groups of ranks that hold the same bytes.
 
@@ -51,23 +53,31 @@ def get_parameter_redundancy(
         layout_obj: A strategy file, or parameter names with a `ParallelLayout` or a value of
             MindSpore's `parameter_layout_dict`.
         initial_rank: First rank of this pipeline stage; None for the stage that `rank` is in.
-        rank: A global rank; None for `RANK_ID` or `RANK` in the environment.
+        rank: A global rank; None for the `global_rank` of the context, or `RANK_ID` or `RANK` in
+            the environment.
         group_size: Returns the size of an optimizer shard group by its name; needed for a
-            `parameter_layout_dict` that names one.
+            `parameter_layout_dict` that names one, unless the context has
+            `enable_parallel_optimizer`.
+        context: Parallel settings; default: those of `set_auto_parallel_context`.
 
     Raises:
         LayoutError: A layout contradicts itself.
+        ValueError: A layout contradicts the context.
         CheckpointNotFound, CorruptCheckpoint: About the strategy file.
     """
+    placement = placement_of(context)
     if isinstance(layout_obj, Mapping):
-        layouts = {name: _layout(name, one, group_size) for name, one in layout_obj.items()}
+        layouts = {
+            name: _layout(name, one, group_size, placement) for name, one in layout_obj.items()
+        }
     elif isinstance(layout_obj, (str, os.PathLike)):
         layouts = {one.name: from_strategy_layout(one) for one in read_strategy(layout_obj).layouts}
     else:
         raise TypeError(f"layout_obj is {type(layout_obj)} instead of a file name or a mapping")
+    layouts = dict(placement.fitted(layouts))
     if initial_rank is None:
         devices = next((layout.device_count for layout in layouts.values()), 1)
-        initial_rank = (rank_of_process() if rank is None else rank) // devices * devices
+        initial_rank = (placement.own_rank if rank is None else rank) // devices * devices
     return {name: groups_of(layouts[name], first_rank=initial_rank) for name in sorted(layouts)}
 
 
@@ -114,7 +124,10 @@ def remove_param_redundancy(
 
 
 def _layout(
-    name: str, value: ParallelLayout | Sequence[Any], group_size: Callable[[str], int] | None
+    name: str,
+    value: ParallelLayout | Sequence[Any],
+    group_size: Callable[[str], int] | None,
+    placement: Placement,
 ) -> ParallelLayout:
     if isinstance(value, ParallelLayout):
         return value
@@ -122,10 +135,12 @@ def _layout(
     group = value[_OPT_SHARD_GROUP] if len(value) > _OPT_SHARD_GROUP else ""
     if not group:
         return layout
+    if group_size is None and placement.is_sharded:
+        return from_layout_tuple(value, opt_shard_size=placement.shard_size or -1)
     if group_size is None:
         raise LayoutError(
             f"{name!r} is cut over the optimizer shard group {str(group)!r}, whose size is not known",
-            hint="pass group_size=mindspore.communication.get_group_size",
+            hint="pass group_size=mindspore.communication.get_group_size, or a context with enable_parallel_optimizer=True",
         )
     return from_layout_tuple(value, opt_shard_size=group_size(group))
 

@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import parse_on_error
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator
 from ckptmgr.policy.save import SavePolicy
 
 if TYPE_CHECKING:  # one process needs none of this
     from ckptmgr.parallel.dedup import Balance, Sharing
-    from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.parallel.layout import Layouts, ParallelLayout
+    from ckptmgr.parallel.mindspore.context import AutoParallelContext
+    from ckptmgr.parallel.mindspore.placement import Placement
+    from ckptmgr.parallel.mindspore.strategy_files import StrategyOutput
     from ckptmgr.parallel.slicer import LayoutSlicer
 
 
@@ -27,17 +33,43 @@ class Team:
         timeout_s: How long the ranks wait for each other, and how long a collective save may take.
         sharing: Deduplication; None when each rank writes all that it holds.
         slicer: Finds the leaves of the state of this rank that are slices; None for one process.
+        has_layout: Whether it is known how tensors are cut over the ranks.
+        placement: What a parallel context says of this process; None without one.
+        strategy: The strategy file to write beside the checkpoints, or None.
     """
 
     coordinator: Coordinator | None = None
     timeout_s: float = DEFAULT_TIMEOUT_S
     sharing: Sharing | None = None
     slicer: LayoutSlicer | None = None
+    has_layout: bool = False
+    placement: Placement | None = None
+    strategy: StrategyOutput | None = None
 
     @property
     def is_many(self) -> bool:
         """Whether there are ranks, if only one."""
         return self.coordinator is not None
+
+    def own_directory(self, directory: Path) -> Path:
+        """Return the directory that this process saves into: `rank_N` of a rank without the others.
+
+        Raises:
+            ValueError: As `Placement.own_directory`.
+        """
+        if self.coordinator is not None or self.placement is None:
+            return directory
+        return self.placement.own_directory(directory)
+
+    def write_strategy(self, directory: Path, *, fs: FileSystem) -> None:
+        """Write the strategy file, if there is one, beside the checkpoints of all ranks.
+
+        `directory` is that of this process. With a coordinator rank 0 writes it.
+        """
+        if self.strategy is None or (self.coordinator is not None and self.coordinator.rank != 0):
+            return
+        is_own = self.coordinator is None and self.placement and not self.placement.is_alone
+        self.strategy.write(directory.parent if is_own else directory, fs=fs)
 
 
 ALONE = Team()
@@ -52,20 +84,67 @@ def team_for(
     layout: Mapping[str, ParallelLayout] | None,
     keep_redundancy: int,
     balance: Balance,
+    context: AutoParallelContext | None,
 ) -> Team:
     """Return the team for a configuration; arguments as for `Team`, `Sharing` and `LayoutSlicer`.
 
+    `context` places this process; None for the context of the process, if it was set.
+
     Raises:
-        ValueError: The ranks would save at different steps; or options of deduplication without it.
+        TypeError: It is no context.
+        ValueError: The ranks would save at different steps; options of deduplication without it; or
+            the context contradicts itself, the coordinator or the layout.
+        CkptmgrError: About the strategy file that the context names.
     """
     if coordinator is not None:
         check_ranks_agree(config)
+    elif layout is not None:
+        raise ValueError("a layout says what each rank holds; give a coordinator, too")
+    placement, layouts, strategy = _placement(context), layout, None
+    if placement is not None:
+        if coordinator is not None:
+            placement.check_coordinator(coordinator)
+        world = placement.world if coordinator is None else coordinator.world
+        layouts = placement.layouts(layout, world=world)
+        strategy = _strategy(placement, layouts)
+        _check_redundancy(config, placement, coordinator)
     return Team(
         coordinator=coordinator,
         timeout_s=timeout_s,
         sharing=_sharing(config, keep_redundancy=keep_redundancy, balance=balance),
-        slicer=_slicer(coordinator, layout),
+        slicer=_slicer(coordinator, layouts),
+        has_layout=layouts is not None,
+        placement=placement,
+        strategy=strategy,
     )
+
+
+def _placement(context: AutoParallelContext | None) -> Placement | None:
+    """Return the placement by a context; None where no program has made one."""
+    if context is None and "ckptmgr.parallel.mindspore.context" not in sys.modules:
+        return None
+    from ckptmgr.parallel.mindspore.placement import placement_of
+
+    return placement_of(context)
+
+
+def _strategy(placement: Placement, layouts: Layouts | None) -> StrategyOutput | None:
+    if placement.save_file is None:
+        return None
+    from ckptmgr.parallel.mindspore.strategy_files import strategy_output
+
+    return strategy_output(placement.save_file, layouts, source=placement.load_file)
+
+
+def _check_redundancy(
+    config: CheckpointConfig, placement: Placement, coordinator: Coordinator | None
+) -> None:
+    is_many = not placement.is_alone or placement.mode not in (None, "stand_alone")
+    if config.remove_redundancy and coordinator is None and is_many:
+        raise ValueError(
+            "remove_redundancy without a coordinator, although the parallel context has several ranks: only ranks that "
+            "compare what they hold lose nothing; give a coordinator, such as SharedDirectory"
+        )
 
 
 def _sharing(config: CheckpointConfig, *, keep_redundancy: int, balance: Balance) -> Sharing | None:
@@ -84,8 +163,6 @@ def _slicer(
     coordinator: Coordinator | None, layout: Mapping[str, ParallelLayout] | None
 ) -> LayoutSlicer | None:
     if coordinator is None:
-        if layout is not None:
-            raise ValueError("a layout says what each rank holds; give a coordinator, too")
         return None
     from ckptmgr.parallel.slicer import LayoutSlicer
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""List the checkpoints of a directory by their manifests and file names; no data is read.
+"""List the checkpoints of a directory by their manifests and file names; no checkpoint is read.
 
 The list also has files without a manifest, leftovers, files that cannot be read, and data files of
-ranks that no manifest names.
+ranks that no manifest names; it lacks MindSpore's strategy files, whose names end in `.ckpt`, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +27,8 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.shard_names import ShardName, is_set_name, parse_shard_name, set_stem
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.leases import Processes
 from ckptmgr.io.passing_errors import no_such_file
@@ -209,6 +212,7 @@ def _parsed_by_epoch(stem: str) -> ParsedName | None:
     return parse_name(f"{ATTEMPT.sub('', stem)}.ckpt")
 
 
+_STRATEGY_TAG = b"\x08"  # no checkpoint begins so; one with a damaged head is no whole strategy
 _BEING_WRITTEN = "being written by a live process"
 
 
@@ -281,14 +285,27 @@ class _Listing:
             elif parse_shard_name(name) is not None:
                 continue
             elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                bare = bare_file(
-                    self._directory / name, status, is_strict=self._files.trust.is_strict
-                )
-                found.append(bare)
+                path, is_strict = self._directory / name, self._files.trust.is_strict
+                if self._is_alone or not self._is_strategy(path):
+                    found.append(bare_file(path, status, is_strict=is_strict))
             elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
         found += [self._without_data(one, found) for one in lone]
         return [*number_bare_steps(found), *unnamed_shards(self._directory, entries, found)]
+
+    def _is_strategy(self, path: Path) -> bool:
+        if path.suffix != ".ckpt" or parse_name(path.name) is not None:
+            return False
+        try:
+            with closing(self._files.fs.open(path)) as file:
+                if read_bytes(file, 0, 1) != _STRATEGY_TAG:
+                    return False
+                from ckptmgr.formats.strategy import MAX_STRATEGY_BYTES, parse_strategy
+
+                size = min(file.size, MAX_STRATEGY_BYTES + 1)
+                return bool(parse_strategy(read_bytes(file, 0, size)).layouts)
+        except (FormatError, OSError):
+            return False
 
     def _without_data(self, lone: LoneManifest, found: Sequence[Checkpoint]) -> Checkpoint:
         name = lone.manifest.name

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.dedup import Balance
     from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.series.writer import SeriesWriter
 
 
@@ -117,7 +118,7 @@ class ModelCheckpoint(TrainingHooks):
             `{prefix}-{epoch}_{step}.shards`. When training begins, or at `resume`, rank 0
             chooses the unused prefix for all ranks.
         layout: Name of a parameter to its layout over the ranks; the network holds slices.
-        rank_timeout_s, keep_redundancy, balance: As for `CheckpointManager`.
+        rank_timeout_s, keep_redundancy, balance, context: As for `CheckpointManager`.
         clock: Seconds since the epoch.
         fs: The disk.
         processes: Distinguishes dead writers from live ones.
@@ -148,6 +149,7 @@ class ModelCheckpoint(TrainingHooks):
         layout: Mapping[str, ParallelLayout] | None = None,
         keep_redundancy: int = 1,
         balance: Balance = "bytes",
+        context: AutoParallelContext | None = None,
         clock: Callable[[], float] = time.time,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
@@ -155,7 +157,6 @@ class ModelCheckpoint(TrainingHooks):
         super().__init__()
         given = GivenNames.checked(prefix, directory)
         self._config = check_config(config)
-        check_for_callback(self._config, has_layout=layout is not None)
         self._observers = Observers(observe)
         self._clock = clock
         self._team = team_for(
@@ -165,7 +166,9 @@ class ModelCheckpoint(TrainingHooks):
             layout=layout,
             keep_redundancy=keep_redundancy,
             balance=balance,
+            context=context,
         )
+        check_for_callback(self._config, has_layout=self._team.has_layout)
         self._policy = policy_of_all(
             self._config.save_policy(), coordinator, timeout_s=rank_timeout_s
         )
@@ -183,6 +186,7 @@ class ModelCheckpoint(TrainingHooks):
             processes=processes,
         )
         self._engine = self._parts.engine(has_before_update=False)
+        given = given.placed(self._team.own_directory)
         self._series = CallbackSeries(given, self._parts)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._forecaster = Forecaster(self._config, self._observers)
@@ -398,6 +402,8 @@ class ModelCheckpoint(TrainingHooks):
         )
         target.writer.prepare()
         try:
+            store = target.writer.store
+            self._team.write_strategy(store.directory, fs=store.fs)
             items = items_of(params, self._config, step=facts.step, epoch=facts.epoch or 0)
             slicer = self._team.slicer
             metadata = network_metadata(params, self._config)

@@ -58,6 +58,13 @@ class GivenNames:
             directory_of=directory if callable(directory) else None,
         )
 
+    def placed(self, place: Callable[[Path], Path]) -> GivenNames:
+        """Return these names with the directory that `place` returns for the given one."""
+        found = self.directory_of
+        if found is None:
+            return replace(self, directory=place(self.directory))
+        return replace(self, directory_of=lambda params: place(check_directory(found(params))))
+
     @property
     def is_fixed(self) -> bool:
         """Whether neither is a function."""

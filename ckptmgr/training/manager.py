@@ -60,6 +60,7 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.dedup import Balance
     from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.training.resume import Resumption
 
@@ -93,11 +94,16 @@ class CheckpointManager:
         keep_redundancy: With `remove_redundancy`: copies to keep of data that several ranks hold.
         balance: With `remove_redundancy`: `bytes` balances the bytes that the ranks write;
             `round_robin` assigns whole tensors by name, as MindSpore does.
+        context: Parallel settings under MindSpore's names (see `docs/mindspore.md`): a rank of
+            several without a coordinator saves into `rank_N` of the directory, and strategy files
+            give and get the layout. Default: the context that `set_auto_parallel_context` set.
         fs: The disk.
         processes: Distinguishes dead writers from live ones.
 
     Raises:
-        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+        TypeError, ValueError, NotADirectoryError: An argument is unusable, or contradicts the
+            context.
+        CkptmgrError: About the strategy file that the context names.
     """
 
     def __init__(
@@ -119,6 +125,7 @@ class CheckpointManager:
         layout: Mapping[str, ParallelLayout] | None = None,
         keep_redundancy: int = 1,
         balance: Balance = "bytes",
+        context: AutoParallelContext | None = None,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -132,8 +139,10 @@ class CheckpointManager:
             layout=layout,
             keep_redundancy=keep_redundancy,
             balance=balance,
+            context=context,
         )
-        check_for_manager(checked, is_many=coordinator is not None, has_layout=layout is not None)
+        place = check_directory(team.own_directory(place))
+        check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
         policy = save_policy if save_policy is not None else checked.save_policy()
         self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(

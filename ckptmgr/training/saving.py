@@ -125,7 +125,9 @@ class StateSaver:
     def _filled(self, job: SaveJob, flat: tree.FlatState) -> SaveJob:
         """Return the job with a state, and what the configuration appends; or with the error."""
         items: list[Item] = [*flat.tensors]
+        store = self._writer.store
         try:
+            self._parts.team.write_strategy(store.directory, fs=store.fs)
             append = self._parts.config.append_values(job.facts.epoch, step=job.facts.step)
             if append:
                 from ckptmgr.files.serialization import join_items

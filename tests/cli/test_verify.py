@@ -135,6 +135,15 @@ def test_selected_checkpoint_is_verified_once(tmp_path: Path) -> None:
     assert [item["step"] for item in items] == [20, 10]
 
 
+def test_named_file_that_is_no_checkpoint_is_damaged(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    other = tmp_path / "notes.txt"
+    other.write_text("hello")
+    result = run("verify", other)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("damaged     notes.txt: ")
+
+
 def test_notes_of_a_run_among_its_files_are_passed_over(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     for name in (".net.starts", ".net.lease"):

@@ -15,6 +15,7 @@ from ckptmgr.core.model import Checkpoint, Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.io.leases import series_tag
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
@@ -71,6 +72,27 @@ def test_names_of_other_programs_are_no_checkpoints() -> None:
     ):
         put(disk, RUNS / name, b"x")
     assert set(by_name(Trainer(disk).store())) == {ONE}
+
+
+def test_strategy_file_is_no_checkpoint_and_what_only_begins_like_one_is() -> None:
+    disk = disk_with(10.0)
+    layout = StrategyLayout(name="w", device_matrix=(2,), tensor_maps=((0, -1),))
+    content = encode_strategy(Strategy(layouts=(layout,)))
+    for name, data in (
+        ("strategy.ckpt", content),
+        ("cut.ckpt", content[:-1]),
+        ("without layouts.ckpt", encode_strategy(Strategy(layouts=()))),
+        ("empty.ckpt", b""),
+        ("net-1_1.ckpt", content),
+    ):
+        put(disk, RUNS / name, data)
+    assert set(by_name(Trainer(disk).store())) == {
+        ONE,
+        "cut.ckpt",
+        "without layouts.ckpt",
+        "empty.ckpt",
+        "net-1_1.ckpt",
+    }
 
 
 def test_bare_files_have_the_step_that_their_names_count_to() -> None:

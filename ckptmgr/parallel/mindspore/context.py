@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`AutoParallelContext`: the settings of `mindspore.set_auto_parallel_context`, as a value.
 
+A manager, a callback or a function takes one as `context=`; without it, the context of the process
+counts, which `set_auto_parallel_context` sets. Only settings that were given have an effect; the
+defaults have none. `docs/mindspore.md` lists the effect of each key.
+
 Keys, defaults, checks and messages are MindSpore's. Different on purpose:
 
 * `set` is atomic: it changes nothing after an error. MindSpore applies the keys before the bad one.
-* Nothing is global, and no directory is made for `strategy_ckpt_save_file`.
+* No directory is made for `strategy_ckpt_save_file`.
+* `device_num` has MindSpore's documented upper bound, 4096, which MindSpore 2.10 does not check.
+* `grad_accumulation_step` may be any positive number, as MindSpore documents; 2.10 takes only 1.
 
 >>> context = AutoParallelContext(device_num=8, parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL)
 >>> context.get("device_num"), context.get("dataset_strategy")
@@ -14,7 +20,7 @@ Keys, defaults, checks and messages are MindSpore's. Different on purpose:
 from __future__ import annotations
 
 import copy
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ckptmgr.parallel.mindspore.context_keys import KEY_CHECKS, PARALLEL_MODES
 
@@ -82,6 +88,7 @@ class AutoParallelContext:
 
     def __init__(self, **settings: object) -> None:
         self._values: dict[str, object] = {}
+        self._given: frozenset[str] = frozenset()
         self.reset()
         self.set(**settings)
 
@@ -94,7 +101,7 @@ class AutoParallelContext:
         Raises:
             TypeError, ValueError, KeyError: A key or value is unusable; messages as MindSpore's.
         """
-        values = dict(self._values)
+        values, given = dict(self._values), set(self._given)
         for key, value in settings.items():
             if key not in KEY_CHECKS:
                 raise ValueError(f"Set context keyword {key} is not recognized!")
@@ -104,7 +111,8 @@ class AutoParallelContext:
                 known = values["comm_fusion"]
                 changes["comm_fusion"] = {**(known if isinstance(known, dict) else {}), **fusions}
             values |= changes
-        self._values = values
+            given |= changes.keys()
+        self._values, self._given = values, frozenset(given)
 
     def get(self, key: str) -> object:
         """Return a setting.
@@ -124,6 +132,48 @@ class AutoParallelContext:
             raise ValueError(f"Get context keyword {key} is not recognized!")
         return copy.deepcopy(self._values[key])
 
+    def given(self, key: str) -> Any:
+        """Return a setting that `set` or the constructor was given, or None."""
+        return copy.deepcopy(self._values[key]) if key in self._given else None
+
     def reset(self) -> None:
-        """Return to the defaults."""
-        self._values = copy.deepcopy(_DEFAULTS)
+        """Return to the defaults; nothing counts as given."""
+        self._values, self._given = copy.deepcopy(_DEFAULTS), frozenset()
+
+
+_OF_PROCESS = AutoParallelContext()
+
+
+def set_auto_parallel_context(**settings: object) -> None:
+    """Change settings of the context of this process, all of them or none.
+
+    Managers and callbacks that are made later, and calls of the functions of `ckptmgr.parallel`,
+    follow it unless they get a `context=` of their own. Takes and raises what
+    `AutoParallelContext.set` does.
+    """
+    _OF_PROCESS.set(**settings)
+
+
+def get_auto_parallel_context(attr_key: str) -> object:
+    """Return a setting of the context of this process, or its default.
+
+    Raises:
+        ValueError: There is no such key, or it can only be set; the message is MindSpore's.
+    """
+    return _OF_PROCESS.get(attr_key)
+
+
+def reset_auto_parallel_context() -> None:
+    """Return the context of this process to the defaults, so that it has no effect."""
+    _OF_PROCESS.reset()
+
+
+def context_in_force(context: AutoParallelContext | None) -> AutoParallelContext:
+    """Return the given context, or that of this process for None.
+
+    Raises:
+        TypeError: It is no context.
+    """
+    if context is not None and not isinstance(context, AutoParallelContext):
+        raise TypeError(f"context must be an AutoParallelContext, but got {type(context)}.")
+    return _OF_PROCESS if context is None else context

@@ -25,7 +25,8 @@ _CALL = "For 'set_auto_parallel_context',"
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
 _SCHEDULERS = ("1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v", "seqsmartvpp")
 _COMMUNICATIONS = ("all_group_parallel", "same_server_group_parallel", "no_group_parallel")
-_MAX_RANK = 4095
+_MAX_DEVICES = 4096
+_MAX_RANK = _MAX_DEVICES - 1
 
 
 def _typed(key: str, value: object, kind: type) -> Any:
@@ -56,6 +57,11 @@ def _device_num(key: str, value: object) -> Changes:
         raise ValueError(
             "The context configuration parameter 'device_num' must be a positive integer, but got the value of device_num :"
             f" {number}."
+        )
+    if number > _MAX_DEVICES:
+        raise ValueError(
+            f"The context configuration parameter 'device_num' must be in [1, {_MAX_DEVICES}], but got the value of"
+            f" device_num : {number}."
         )
     return {key: number}
 
@@ -157,13 +163,7 @@ def _checked_int(key: str, value: object, low: int, sign: str) -> int:
 
 
 def _grad_accumulation_step(key: str, value: object) -> Changes:
-    number = _typed(key, value, int)
-    if number > 1:
-        raise ValueError(
-            "The interface is deprecated. To use gradient accumulation, please use GradAccumulationCell in"
-            " mindspore.nn.wrap.cell_wrapper."
-        )
-    return {key: _checked_int(key, number, 1, "> 0")}
+    return {key: _checked_int(key, _typed(key, value, int), 1, "> 0")}
 
 
 def _fusion_indices(key: str, value: object) -> Changes:

@@ -30,11 +30,12 @@ from ckptmgr.parallel.layout import (
     devices_per_stage,
     from_layout_tuple,
     rank_count,
-    rank_of_process,
     read_layouts,
     whole,
 )
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.mindspore.outputs import write_file
+from ckptmgr.parallel.mindspore.placement import placement_of
 from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.parallel.mindspore.transform import (
@@ -73,6 +74,7 @@ def load_distributed_checkpoint(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     trusted_keys: TrustedKeys = (),
+    context: AutoParallelContext | None = None,
 ) -> bool | dict[str, Value]:
     """Load the slices of a rank from a distributed checkpoint into its network or into files.
 
@@ -82,7 +84,8 @@ def load_distributed_checkpoint(
         checkpoint_filenames: For `format="ckpt"`: the file of every rank, in order.
         predict_strategy: How the network is cut: a strategy file, or names with layouts; None for
             one device.
-        train_strategy_filename: For `format="ckpt"`: how the files are cut.
+        train_strategy_filename: For `format="ckpt"`: how the files are cut; None for the
+            `strategy_ckpt_load_file` of the context.
         strict_load: Refuse other element types instead of converting.
         dec_key: Key of the files.
         dec_mode: Their cipher mode.
@@ -90,8 +93,8 @@ def load_distributed_checkpoint(
             `unified_safetensors`.
         unified_safetensors_dir: The directory of that output.
         dst_safetensors_dir: The directory to write to without a network.
-        rank_id: The rank; None for that of this process (`RANK_ID` or `RANK`), and when writing for
-            all.
+        rank_id: The rank; None for that of this process (the `global_rank` of the context, or
+            `RANK_ID` or `RANK`), and when writing for all.
         output_format: Format of the files that are written.
         name_map: Names in the network to names in the unified files.
         max_process_num: Accepted; one process keeps the disk busy.
@@ -100,6 +103,7 @@ def load_distributed_checkpoint(
         allow_unencrypted: Accept plain files although a key is given.
         trusted_keys: For `format="ckpt"`: public keys, or their files in PEM; files whose manifest
             none of them signed are refused.
+        context: Parallel settings; default: those of `set_auto_parallel_context`.
 
     Returns:
         True, or the values.
@@ -116,13 +120,17 @@ def load_distributed_checkpoint(
             raise ValueError(
                 f"{_FUNCTION} 'format' and 'output_format' must be 'ckpt' or 'safetensors', but got {one}."
             )
-    rank = rank_of_process() if rank_id is None else rank_id
+    placement = placement_of(context)
+    rank = placement.own_rank if rank_id is None else rank_id
     target = _target(predict_strategy)
     if format == "ckpt":
         if network is None and not return_param_dict:
             raise ValueError(f"{_FUNCTION} 'network' can not be None when format is 'ckpt'.")
         paths = _rank_paths(checkpoint_filenames or ())
+        placement = placement.source(train_strategy_filename)
+        train_strategy_filename = train_strategy_filename or placement.load_file
         source = _train_layouts(train_strategy_filename, len(paths))
+        placement.check_source(source, paths)
         reading = reading_options(
             dec_key,
             dec_mode,

@@ -12,7 +12,15 @@ import numpy as np
 
 from ckptmgr.formats.strategy import StrategyLayout
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout, for_shape, from_strategy_layout
+from ckptmgr.parallel.layout import (
+    Layouts,
+    ParallelLayout,
+    for_shape,
+    from_strategy_layout,
+    read_layouts,
+)
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
+from ckptmgr.parallel.mindspore.placement import placement_of
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 
 _FUNCTION = "For 'merge_sliced_parameter',"
@@ -26,19 +34,27 @@ class SlicedParameter(NamedTuple):
 
 
 def merge_sliced_parameter(
-    sliced_parameters: list[Any], strategy: Mapping[str, Any] | None = None
+    sliced_parameters: list[Any],
+    strategy: Mapping[str, Any] | None = None,
+    *,
+    context: AutoParallelContext | None = None,
 ) -> SlicedParameter:
     """Join the slices of all ranks of a parameter; bfloat16 becomes float32, as in MindSpore.
 
     Args:
         sliced_parameters: The slices in the order of ranks: objects with `name` and `data`.
         strategy: Parameter names and their layouts: a `ParallelLayout`, a `StrategyLayout`, or
-            MindSpore's `ParallelLayouts`. None joins the slices along dimension 0.
+            MindSpore's `ParallelLayouts`. None stands for the `strategy_ckpt_load_file` of the
+            context; without one the slices are joined along dimension 0.
+        context: Parallel settings; default: those of `set_auto_parallel_context`.
 
     Raises:
         TypeError, ValueError, KeyError: An argument is unusable; messages as MindSpore's.
+        CkptmgrError: About the strategy file of the context.
     """
     slices = _checked(sliced_parameters)
+    if strategy is None:
+        strategy = _strategy_of_context(context)
     if strategy and not isinstance(strategy, Mapping):
         raise TypeError(
             f"{_FUNCTION} the argument 'strategy' should be dict, but got {type(strategy)}."
@@ -53,6 +69,18 @@ def merge_sliced_parameter(
             " and 'strategy'."
         )
     return SlicedParameter(name, _merged(arrays, _layout(strategy[name])))
+
+
+def _strategy_of_context(context: AutoParallelContext | None) -> Layouts | None:
+    placement = placement_of(context)
+    if placement.is_replicated:
+        raise ValueError(
+            f"{_FUNCTION} the parallel context says parallel_mode='data_parallel', where each rank holds the whole parameter:"
+            " there are no slices to merge."
+        )
+    layouts = None if placement.load_file is None else read_layouts(placement.load_file)
+    placement.check_source(layouts, ())
+    return layouts
 
 
 def _checked(sliced_parameters: object) -> list[SlicedParameter]:

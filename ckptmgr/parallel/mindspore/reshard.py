@@ -25,6 +25,8 @@ from ckptmgr.parallel.layout import (
     read_layouts,
     stage_count,
 )
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
+from ckptmgr.parallel.mindspore.placement import placement_of
 from ckptmgr.parallel.mindspore.slices import gathered_ranks, intervals_of, region_of, slicing_of
 
 
@@ -93,6 +95,8 @@ def rank_list_for_transform(
     rank_id: int,
     src_strategy_file: str | os.PathLike[str] | None = None,
     dst_strategy_file: str | os.PathLike[str] | None = None,
+    *,
+    context: AutoParallelContext | None = None,
 ) -> list[int]:
     """Return the source ranks whose files a rank needs after a change of strategy, descending.
 
@@ -101,8 +105,10 @@ def rank_list_for_transform(
 
     Args:
         rank_id: A rank of the destination.
-        src_strategy_file: How the files are cut; None for whole tensors in one file.
+        src_strategy_file: How the files are cut; None for the `strategy_ckpt_load_file` of the
+            context, without one for whole tensors in one file.
         dst_strategy_file: How they are to be cut; None for whole tensors.
+        context: Parallel settings; default: those of `set_auto_parallel_context`.
 
     Raises:
         CheckpointNotFound, CorruptCheckpoint: About a strategy file.
@@ -110,9 +116,12 @@ def rank_list_for_transform(
     """
     if not isinstance(rank_id, int):
         raise TypeError("The rank_id should be a int.")
+    placement = placement_of(context).source(src_strategy_file)
+    src_strategy_file = src_strategy_file or placement.load_file
     if src_strategy_file is None:
         return [0]
     source = read_layouts(src_strategy_file)
+    placement.check_source(source, ())
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
     if not source:
         raise ValueError("The src_strategy_file is empty.")

@@ -8,9 +8,23 @@ from pathlib import Path
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.formats.strategy import encode_strategy, merge_stages, read_restore_ranks
+from ckptmgr.formats.strategy import (
+    Strategy,
+    StrategyKind,
+    StrategyLayout,
+    encode_strategy,
+    merge_stages,
+    read_restore_ranks,
+)
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout, from_strategy_layout, read_strategy
+from ckptmgr.parallel.layout import (
+    Layouts,
+    ParallelLayout,
+    from_strategy_layout,
+    read_strategy,
+    stage_count,
+)
 from ckptmgr.parallel.mindspore.outputs import write_small_file
 
 
@@ -88,3 +102,77 @@ def restore_group_info_list(group_info_file_name: str | os.PathLike[str]) -> lis
         raise ValueError(f"{function} the group information file should not be empty.")
     with translated_errors(os.fspath(name)):
         return list(read_restore_ranks(data))
+
+
+class StrategyOutput:
+    """A strategy file that is written beside checkpoints, once for each directory of them."""
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self._path = path
+        self._content = content
+        self._written: set[Path] = set()
+
+    def write(self, directory: Path, *, fs: FileSystem) -> None:
+        """Write the file durably; a relative path starts at the directory of the checkpoints."""
+        file = directory.absolute() / self._path
+        if file not in self._written:
+            write_small_file(file, self._content, fs=fs)
+            self._written.add(file)
+
+
+def strategy_output(
+    path: str, layouts: Layouts | None, *, source: str | None = None
+) -> StrategyOutput:
+    """Return the strategy file for `strategy_ckpt_save_file`; JSON where the name ends in `.json`.
+
+    It has the content of the strategy file `source`, or that of the layouts.
+
+    Raises:
+        ValueError: There is neither, or a strategy file cannot express a layout.
+        CkptmgrError: About the source.
+    """
+    kind: StrategyKind = "json" if path.endswith(".json") else "protobuf"
+    if source is not None:
+        strategy = read_strategy(source)
+    elif layouts is not None:
+        strategy = _strategy_of(layouts)
+    else:
+        raise ValueError(
+            f"strategy_ckpt_save_file={path!r}: nothing says how the tensors are cut; give a layout with a coordinator, or "
+            "strategy_ckpt_load_file"
+        )
+    return StrategyOutput(Path(path), encode_strategy(strategy, kind=kind))
+
+
+def _strategy_of(layouts: Layouts) -> Strategy:
+    is_staged = stage_count(layouts) > 1
+    return Strategy(
+        layouts=tuple(
+            _strategy_layout(f"{stage}-{name}" if is_staged else name, layout)
+            for name, layout in layouts.items()
+            for stage in layout.stages
+        ),
+        current_stage=int(is_staged),
+    )
+
+
+def _strategy_layout(name: str, layout: ParallelLayout) -> StrategyLayout:
+    if layout.ranks is not None or layout.is_uneven:
+        raise ValueError(
+            f"strategy_ckpt_save_file: a strategy file cannot express the layout of {name!r}, with ranks or uneven cuts of "
+            "its own; leave it out, the checkpoints hold their layout"
+        )
+    maps = layout.tensor_map
+    if all(len(axes) <= 1 for axes in maps):
+        maps = (tuple(axes[0] if axes else -1 for axes in maps),)
+    else:
+        maps = tuple(axes or (-1,) for axes in maps)
+    return StrategyLayout(
+        name=name,
+        device_matrix=layout.device_matrix,
+        tensor_maps=maps,
+        param_split_shape=layout.split_rows,
+        field=layout.field_size,
+        opt_weight_shard_step=layout.opt_shard_step,
+        opt_weight_shard_size=layout.opt_shard_size,
+    )

@@ -36,7 +36,9 @@ from ckptmgr.parallel.layout import (
     read_strategy,
     stage_count,
 )
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
+from ckptmgr.parallel.mindspore.placement import NOWHERE, Placement, placement_of
 from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
@@ -66,6 +68,7 @@ def transform_checkpoints(
     allow_unencrypted: bool = False,
     step: int | str | None = None,
     trusted_keys: TrustedKeys = (),
+    context: AutoParallelContext | None = None,
 ) -> WrittenFiles:
     """Rewrite the checkpoints of all ranks for another strategy.
 
@@ -88,6 +91,9 @@ def transform_checkpoints(
             left out. None for the newest that all ranks have.
         trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them
             signed are refused.
+        context: The parallel settings of the run that wrote the files, where no source strategy is
+            given (see `docs/mindspore.md`). Default: the context that `set_auto_parallel_context`
+            set.
 
     Returns:
         The files, in the order of ranks, with the step and notes about newer steps and missing
@@ -111,6 +117,7 @@ def transform_checkpoints(
         Path(dst_checkpoints_dir),
         prefix=ckpt_prefix,
         strategies=(src_strategy_file, dst_strategy_file),
+        placement=placement_of(context).source(src_strategy_file),
         reading=reading_options(
             dec_key,
             dec_mode,
@@ -134,15 +141,17 @@ def rewrite(
     reading: ReadOptions,
     options: SaveOptions,
     step: str | None = None,
+    placement: Placement = NOWHERE,
 ) -> WrittenFiles:
     """Write `rank_R/{prefix}{R}` for all ranks of the output; raises as `transform_checkpoints`.
 
-    `strategies` are those of the source and of the output; without a step the newest of all ranks
-    counts.
+    `strategies` are those of the source and of the output; `placement` is that of the source, whose
+    strategy counts where none is given. Without a step the newest of all ranks counts.
     """
+    strategies = strategies[0] or placement.load_file, strategies[1]
     chosen = source_files(source_dir, "transform_checkpoints", reading=reading, step=step)
     source, target, suffix = _layouts(*strategies)
-    _check(chosen.paths, source, target)
+    _check(chosen.paths, source, target, placement)
     count = rank_count(target)
     written = []
     with OpenRankFiles(chosen.paths, reading) as files:
@@ -172,6 +181,7 @@ def transform_checkpoint_by_rank(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     trusted_keys: TrustedKeys = (),
+    context: AutoParallelContext | None = None,
 ) -> Path:
     """Write the checkpoint of one rank of another strategy.
 
@@ -190,6 +200,7 @@ def transform_checkpoint_by_rank(
         allow_unsealed: Accept source encrypted files without a seal.
         allow_unencrypted: Accept plain source files although a key is given.
         trusted_keys: As for `transform_checkpoints`.
+        context: As for `transform_checkpoints`.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
@@ -217,6 +228,8 @@ def transform_checkpoint_by_rank(
         allow_unencrypted=allow_unencrypted,
         trusted_keys=trusted_keys,
     )
+    placement = placement_of(context).source(src_strategy_file)
+    src_strategy_file = src_strategy_file or placement.load_file
     source = None if src_strategy_file is None else read_layouts(src_strategy_file)
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
     if not checkpoint_files_map:
@@ -224,7 +237,7 @@ def transform_checkpoint_by_rank(
             "None of the parameters in checkpoint file are in either src strategy or dst strategy. Please check"
             " correctness of strategy files."
         )
-    _check(checkpoint_files_map, source, target)
+    _check(checkpoint_files_map, source, target, placement)
     with OpenRankFiles(checkpoint_files_map, reading) as files:
         step = files.one_step()
         items = Resharder(files=files, source=source, target=target).items(rank_id)
@@ -305,8 +318,14 @@ def _compared(layouts: Layouts) -> set[str]:
     return {name for name in layouts if not name.startswith(_NOT_COMPARED)}
 
 
-def _check(paths: Mapping[int, object], source: Layouts | None, target: Layouts | None) -> None:
-    if source is None and len(paths) > 1:
+def _check(
+    paths: Mapping[int, object],
+    source: Layouts | None,
+    target: Layouts | None,
+    placement: Placement,
+) -> None:
+    placement.check_source(source, paths)
+    if source is None and len(paths) > 1 and not placement.is_replicated:
         raise LayoutError(
             f"there are files of {len(paths)} ranks, but no strategy says how they are cut",
             hint="pass src_strategy_file (CLI: --from), or leave only the file of rank 0 if it holds whole tensors",

@@ -24,6 +24,7 @@ from pathlib import Path
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
+from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.mindspore.outputs import (
     WrittenFiles,
     move_files,
@@ -32,6 +33,7 @@ from ckptmgr.parallel.mindspore.outputs import (
     write_file,
     write_small_file,
 )
+from ckptmgr.parallel.mindspore.placement import NOWHERE, Placement, placement_of
 from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
@@ -71,6 +73,7 @@ def unified_safetensors(
     allow_unencrypted: bool = False,
     step: int | str | None = None,
     trusted_keys: TrustedKeys = (),
+    context: AutoParallelContext | None = None,
 ) -> WrittenFiles:
     """Join the checkpoints of all ranks.
 
@@ -96,6 +99,9 @@ def unified_safetensors(
             left out. None for the newest that all ranks have.
         trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them
             signed are refused.
+        context: The parallel settings of the run that wrote the files, where no source strategy is
+            given (see `docs/mindspore.md`). Default: the context that `set_auto_parallel_context`
+            set.
 
     Returns:
         The files, with the step and notes about newer steps and missing ranks.
@@ -118,6 +124,7 @@ def unified_safetensors(
         source_dir,
         Path(dst_dir),
         strategy=src_strategy_file,
+        placement=placement_of(context).source(src_strategy_file),
         reading=reading_options(
             dec_key,
             dec_mode,
@@ -144,8 +151,13 @@ def unify(
     choose: ChooseNames | None = None,
     share: tuple[int, int] = (1, 1),
     step: str | None = None,
+    placement: Placement = NOWHERE,
 ) -> WrittenFiles:
-    """Join the checkpoints of all ranks in plain files; otherwise as `unified_safetensors`."""
+    """Join the checkpoints of all ranks in plain files; otherwise as `unified_safetensors`.
+
+    `placement` is that of the source, whose strategy counts where none is given.
+    """
+    strategy = strategy or placement.load_file
     source = None if strategy is None else read_layouts(strategy)
     chosen = source_files(
         source_dir,
@@ -153,8 +165,9 @@ def unify(
         reading=reading,
         file_suffix=file_suffix,
         step=step,
-        is_whole=source is None,
+        is_whole=source is None and not placement.is_replicated,
     )
+    placement.check_source(source, chosen.paths)
     notes = (*chosen.notes, *unproven_strategies([strategy], reading.trust))
     devices_per_stage(source)
     files: dict[str, Sequence[Item]] = {}
