@@ -37,6 +37,7 @@ from ckptmgr.parallel import (
     transform_checkpoints,
     unified_safetensors,
 )
+from ckptmgr.parallel.errors import RankFailed
 from tests.cli.running import run
 from tests.parallel.mindspore.test_transform import GOLDEN, assert_same, loaded
 from tests.parallel.ranks import Meeting, Seat, run_ranks
@@ -440,7 +441,7 @@ def test_strategy_file_of_the_context_cuts_the_network_of_a_callback(tmp_path: P
         params = SimpleNamespace(
             cur_step_num=1, cur_epoch_num=1, batch_num=1, train_network=network
         )
-        context = SimpleNamespace(original_args=lambda: params)
+        context: Any = SimpleNamespace(original_args=lambda: params)
         ours.begin(context)
         ours.step_end(context)
         ours.end(context)
@@ -561,6 +562,14 @@ def test_layouts_of_stages_and_of_several_axes_are_written_as_they_are_read(
     ) as ours:
         ours.save(1, {"a": WHOLE[:1].copy(), "b": WHOLE[:, :1].copy()})
     assert read_layouts(tmp_path / "s.ckpt") == layout
+
+
+def test_strategy_file_that_cannot_be_written_fails_the_save_of_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    context = AutoParallelContext(strategy_ckpt_save_file="file/s.ckpt")
+    with pytest.raises(RankFailed, match="rank 0: NotADirectoryError"):
+        saved_by(tmp_path, 2, lambda rank: {"w": part(rank)}, layout={"w": ROWS}, context=context)
+    assert not (tmp_path / "ckpt-1.shards.manifest.json").exists()
 
 
 def test_strategy_file_to_write_without_a_strategy_is_refused(tmp_path: Path) -> None:
