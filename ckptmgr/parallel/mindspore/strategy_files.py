@@ -26,6 +26,7 @@ from ckptmgr.parallel.layout import (
     stage_count,
 )
 from ckptmgr.parallel.mindspore.outputs import write_small_file
+from ckptmgr.parallel.mindspore.slices import equal_groups
 
 
 def merge_pipeline_strategys(
@@ -173,6 +174,15 @@ def _strategy_layout(name: str, layout: ParallelLayout) -> StrategyLayout:
         tensor_maps=maps,
         param_split_shape=layout.split_rows,
         field=layout.field_size,
-        opt_weight_shard_step=layout.opt_shard_step,
+        opt_weight_shard_step=layout.opt_shard_step or _shard_step(layout),
         opt_weight_shard_size=layout.opt_shard_size,
     )
+
+
+def _shard_step(layout: ParallelLayout) -> int:
+    """Return the stride of an optimizer shard in device numbers; MindSpore takes 0 for no shard."""
+    if not layout.opt_shard_size or layout.replica_count == 1:
+        return 0
+    axes = frozenset(axis for one in layout.tensor_map for axis in one)
+    first, second, *_ = equal_groups(layout.device_matrix, axes)[0].tolist()
+    return int(second - first)
