@@ -1,0 +1,510 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Probes of options: the same work with and without an option, and what a user can see of it afterwards.
+
+An option that is ignored leaves both observations equal, so no probe passes by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    ModelCheckpoint,
+    load_checkpoint,
+    load_state,
+    open_checkpoint,
+    save_checkpoint,
+    save_state,
+)
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.parallel.coordinator import RanksMissing
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
+from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support.held import HeldDisk
+from tests.support.held_staging import HeldStaging
+from tests.support.saved import overwrite
+from tests.support.surface import Loop
+
+KEY, OTHER_KEY = bytes(range(16)), bytes(range(16, 32))
+SIGNER = SigningKey.generate()
+HALVES = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+WHOLE = {name: ParallelLayout(device_matrix=(2,), tensor_map=((),)) for name in "abc"}
+Options = Mapping[str, Any]
+
+
+class At(tuple[Callable[[Path], object]]):
+    """A value that depends on the directory of the probe."""
+
+    __slots__ = ()
+
+    def __new__(cls, made: Callable[[Path], object]) -> At:
+        """Wrap a function from the directory to the value."""
+        return super().__new__(cls, (made,))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One option.
+
+    Attributes:
+        see: Does some work in an empty directory with the options, and returns what can be seen.
+        value: The value of the option.
+        beside: Options that are given both times; the option itself is among them if it has no default.
+        refusal: Part of the error, if the option is refused here.
+    """
+
+    see: Callable[..., object]
+    value: object
+    beside: Options = field(default_factory=dict)
+    refusal: str | None = None
+
+
+_WITHOUT: dict[tuple[object, str], object] = {}
+"""What is seen without the option: many probes have that in common."""
+
+
+def check(probe: Probe, option: str, directory: Path) -> None:
+    """Assert that an option changes what is seen, or is refused."""
+
+    def seen(name: str, given: Options) -> object:
+        place = directory / name
+        place.mkdir()
+        options = {**probe.beside, **given}
+        made = {n: v[0](place) if isinstance(v, At) else v for n, v in options.items()}
+        return probe.see(place, **made)
+
+    common = (probe.see, repr(sorted(probe.beside.items())))
+    if common not in _WITHOUT:
+        _WITHOUT[common] = seen("without", {})
+        assert seen("again", {}) == _WITHOUT[common], "what is seen differs by itself"
+    if probe.refusal is None:
+        assert seen("with", {option: probe.value}) != _WITHOUT[common], f"{option} has no effect"
+        return
+    with pytest.raises((ValueError, TypeError), match=probe.refusal):
+        seen("with", {option: probe.value})
+
+
+def tried(work: Callable[[], object]) -> object:
+    """Return the result, or the kind of an error that a user is told."""
+    try:
+        return work()
+    except (CkptmgrError, OSError, ValueError, RuntimeError) as error:
+        return type(error).__name__
+
+
+def plain(value: object) -> object:
+    """Return a value as plain values that compare."""
+    if isinstance(value, np.ndarray):
+        return (value.dtype.name, value.tolist())
+    if isinstance(value, Mapping):
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def files(directory: Path) -> object:
+    """Return each data file below a directory: its size, and what its manifest says that is no chance."""
+    found: dict[str, object] = {}
+    for path in sorted(directory.rglob("*")):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(SUFFIX):
+            name = re.sub(r"\.[0-9a-f]{16}\.", ".", str(path.relative_to(directory)))
+            found[name] = (path.stat().st_size, described(path))
+    return found
+
+
+def described(path: Path) -> object:
+    """Return the facts in the manifest of a data file, and whether it is signed."""
+    manifest = path.with_name(manifest_name(path.name))
+    if not manifest.exists():
+        return None
+    document = json.loads(manifest.read_text())
+    facts = [document[name] for name in ("step", "epoch", "why", "metrics")]
+    (entry,) = document["files"]
+    has = ("signatures" in document, "verify_s" in document["stats"])
+    return [*facts, entry["cipher"], *has]
+
+
+def dates(directory: Path) -> list[object]:
+    """Return when the checkpoints below a directory were saved."""
+    found = sorted(directory.rglob(f"*{SUFFIX}"))
+    return [json.loads(path.read_text())["saved_at"] for path in found]
+
+
+def key_file(directory: Path, key: bytes = OTHER_KEY) -> str:
+    """Return the source of a key in a file."""
+    path = directory / ".key"
+    path.touch(mode=0o600)
+    path.write_text(f"hex:{key.hex()}")
+    return f"file:{path}"
+
+
+@dataclass
+class Ticks:
+    """A clock that tests move."""
+
+    now: float = 1_700_000_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def state(step: int = 1) -> dict[str, Any]:
+    """A state that compresses; by step."""
+    noise = np.random.default_rng(step).integers(0, 5, 9000).astype(np.float32)
+    return {"w": noise, "n": step}
+
+
+# What a configuration does in a manager.
+
+
+def trained(directory: Path, /, *, steps: int = 1, **config: Any) -> object:
+    """Some steps of 20 seconds in a manager."""
+    clock = Ticks()
+    runs = directory / "runs"
+    with CheckpointManager(runs, CheckpointConfig(**config), prefix="net", clock=clock) as manager:
+        for step in range(1, steps + 1):
+            clock.now += 20
+            manager.step_end(step, state(step), epoch=1, metrics={"loss": float(step % 3)})
+    return files(runs)
+
+
+def interrupted(directory: Path, /, **config: Any) -> object:
+    """An exception in the third step."""
+    manager = CheckpointManager(directory, CheckpointConfig(**config), prefix="net")
+
+    def train() -> None:
+        with manager:
+            for step in range(1, 3):
+                manager.step_end(step, state(step))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+    return files(directory)
+
+
+def heard(directory: Path, /, **config: Any) -> object:
+    """The events of a save, in any order."""
+    names: list[str] = []
+    config = {"save_checkpoint_steps": 1, **config}
+    with CheckpointManager(
+        directory, CheckpointConfig(**config), observe=lambda event: names.append(event.name)
+    ) as manager:
+        manager.step_end(1, state())
+    return sorted(names)
+
+
+def constructed(directory: Path, /, **config: Any) -> object:
+    """A manager, a rank of two, that holds slices."""
+    CheckpointManager(
+        directory, CheckpointConfig(**config), coordinator=Seat(Meeting(2), 0), layout=HALVES
+    )
+    return None
+
+
+def queued(directory: Path, /, **config: Any) -> object:
+    """Three saves of which the first is held up."""
+    disk = HeldDisk()
+    with CheckpointManager(
+        directory, CheckpointConfig(async_save=True, **config), fs=disk
+    ) as manager:
+        disk.gate.clear()
+        manager.save(1, state())
+        disk.arrive()
+        for step in (2, 3):
+            manager.save(step, state())
+        disk.gate.set()
+        manager.wait()
+        return [one.step for one in manager.checkpoints()]
+
+
+def failed(directory: Path, /, **config: Any) -> object:
+    """A save in the background that fails."""
+    disk = HeldDisk()
+    with CheckpointManager(
+        directory, CheckpointConfig(async_save=True, **config), fs=disk
+    ) as manager:
+        disk.failure = OSError(30, "Read-only file system")
+        manager.save(1, state())
+        return tried(manager.wait)
+
+
+def copied(directory: Path, /, **config: Any) -> object:
+    """Whether a large tensor is copied when `save` returns."""
+    torch = pytest.importorskip("torch")
+    with pytest.MonkeyPatch.context() as patch:
+        held = HeldStaging(patch)
+        manager = CheckpointManager(directory, CheckpointConfig(async_save=True, **config))
+        handle = manager.save(1, {"w": torch.zeros(1 << 20)})
+        assert handle is not None
+        is_copied = handle.staged.done()
+        held.let_go_soon()
+        manager.close()
+    return is_copied
+
+
+def staged(directory: Path, /, **config: Any) -> object:
+    """A save in the background."""
+    with CheckpointManager(directory, CheckpointConfig(async_save=True, **config)) as manager:
+        return tried(lambda: manager.save(1, state()) is not None)
+
+
+# What the arguments of a manager and of a callback do.
+
+STEPS_3 = CheckpointConfig(save_checkpoint_steps=3)
+KEYED = CheckpointConfig(enc_key=KEY)
+
+
+def managed(directory: Path, /, **options: Any) -> object:
+    """Four steps in a manager; all files of its directory and around it."""
+    options = {"directory": directory / "runs", "prefix": "net", "clock": Ticks(), **options}
+    with CheckpointManager(**options) as manager:
+        for step in range(1, 5):
+            manager.step_end(step, state(step))
+    return files(directory), dates(directory), noted(directory)
+
+
+def looped(directory: Path, /, *, config: Options | None = None, **options: Any) -> object:
+    """Four steps with a callback; all files around it."""
+    callback = ModelCheckpoint(
+        **{
+            "prefix": "net",
+            "directory": str(directory / "runs"),
+            "config": CheckpointConfig(**(config or {})),
+            "clock": Ticks(),
+            **options,
+        }
+    )
+    Loop(callbacks=(callback,)).run(4)
+    return files(directory), dates(directory), noted(directory)
+
+
+def noted(directory: Path) -> bool:
+    """Whether an observer of `note_in` has heard something."""
+    return (directory / ".heard").exists()
+
+
+def note_in(directory: Path) -> Callable[[object], None]:
+    """Return an observer that leaves a note."""
+    return lambda event: (directory / ".heard").touch()
+
+
+def resumed(directory: Path, /, *, saved: Options, is_bare: bool = False, **options: Any) -> object:
+    """A resumption in a directory with one checkpoint."""
+    with CheckpointManager(directory, CheckpointConfig(**saved), prefix="net") as manager:
+        manager.save(1, state())
+    if is_bare:
+        (directory / manifest_name("net-1.ckpt")).unlink()
+    with CheckpointManager(directory, prefix="net", **options) as manager:
+        return tried(lambda: manager.resume().step)
+
+
+def gone_back(directory: Path, /, *, steps: int, **options: Any) -> object:
+    """The steps that can be gone back to without a checkpoint."""
+    config = CheckpointConfig(save_checkpoint_steps=100)
+    with CheckpointManager(directory, config, **options) as manager:
+        for step in range(1, 5):
+            manager.step_end(step, state(step))
+        manager.step_end(5, state(5))
+        found = tried(lambda: manager.rollback(steps_back=steps).step)
+        manager._past.unsaved = None
+    return found
+
+
+def alone(directory: Path, /, *, surface: Callable[..., Any], **options: Any) -> object:
+    """How long a rank waits for one that never comes."""
+    waited: list[float] = []
+
+    class Lonely:
+        rank, world = 0, 2
+
+        def all_gather(self, tag: str, value: object, *, timeout_s: float) -> list[Any]:
+            waited.append(timeout_s)
+            raise RanksMissing(tag, ranks=[1], found={}, timeout_s=timeout_s)
+
+    saver = surface(directory=str(directory), coordinator=Lonely(), **options)
+    with pytest.raises(CkptmgrError):
+        saver.resume()
+    return round(max(waited))
+
+
+def cleaned(directory: Path, /, *, surface: Callable[..., Any], **options: Any) -> object:
+    """Whether a first save removes the temporary file of a process that nothing is known of."""
+    temp = directory / temp_name("other-9.ckpt", token="nowhere-1", series="other")
+    temp.touch()
+    saver = surface(prefix="net", directory=str(directory), **options)
+    if isinstance(saver, CheckpointManager):
+        saver.save(1, state())
+        saver.close()
+    else:
+        Loop(callbacks=(saver,)).run(1)
+    return temp.exists()
+
+
+class OnlyProcess:
+    """The processes of a host where all others are gone."""
+
+    def token(self) -> str:
+        """Return the token of this process."""
+        return "here-1"
+
+    def is_dead(self, token: str) -> bool:
+        """Return whether it is another one."""
+        return token != self.token()
+
+
+def by_two(
+    directory: Path,
+    /,
+    *,
+    surface: Callable[..., Any],
+    held: Callable[[int], dict[str, np.ndarray]],
+    config: Options,
+    **options: Any,
+) -> object:
+    """What two ranks that hold the same write, and what is loaded of it."""
+    meeting = Meeting(2)
+
+    def work(rank: int) -> bool:
+        saver = surface(
+            prefix="net",
+            directory=str(directory),
+            config=CheckpointConfig(**config),
+            coordinator=Seat(meeting, rank),
+            **options,
+        )
+        if isinstance(saver, CheckpointManager):
+            with saver:
+                saver.save(1, held(rank))
+        else:
+            Loop(callbacks=(saver,), network=held(rank)).run(1)
+        return True
+
+    for outcome in run_ranks(meeting, work):
+        outcome.must()
+    sizes = sorted(
+        (re.sub(r"\.[0-9a-f]{16}\.", ".", path.name), path.stat().st_size)
+        for path in directory.iterdir()
+        if path.name.startswith("net") and not path.name.endswith(SUFFIX)
+    )
+    (manifest,) = directory.glob(f"net*{SUFFIX}")
+    whole = manifest.with_name(manifest.name.removesuffix(SUFFIX))
+    return sizes, tried(lambda: {n: np.shape(one) for n, one in load_checkpoint(whole).items()})
+
+
+def same(rank: int) -> dict[str, np.ndarray]:
+    """What both ranks hold."""
+    del rank
+    return {
+        name: np.ones(size, np.float32)
+        for name, size in zip("abcw", (3000, 500, 9, 4), strict=True)
+    }
+
+
+def half(rank: int) -> dict[str, np.ndarray]:
+    """A half of `w`."""
+    return {"w": np.full(4, float(rank), np.float32)}
+
+
+# Single files.
+
+
+def saved_file(directory: Path, /, **options: Any) -> object:
+    """What `save_checkpoint` writes: the file, the listing, the strings and tensors in it."""
+    options = {"save_obj": state(), "ckpt_file_name": directory / "x", **options}
+    return _file(directory, save_checkpoint(**options), options)
+
+
+def saved_state(directory: Path, /, **options: Any) -> object:
+    """What `save_state` writes."""
+    options = {"state": state(), "path": directory / "x.safetensors", **options}
+    return _file(directory, save_state(**options), options)
+
+
+def _file(directory: Path, saved: Checkpoint, options: Options) -> object:
+    keys: dict[str, Any] = {"dec_key": options.get("enc_key"), "allow_unencrypted": True}
+    if options.get("enc_recipients"):
+        keys["dec_key"] = OTHER_KEY
+    with open_checkpoint(saved.path, **keys) as reader:
+        names = {name: plain(reader.read(name)) for name in reader.names()}
+    return files(directory), names, (saved.step, saved.epoch, saved.cipher), _header(saved.path)
+
+
+def _header(path: Path) -> object:
+    if path.suffix != ".safetensors":
+        return None
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    try:
+        return json.loads(content[8 : 8 + length]).get("__metadata__")
+    except ValueError:  # a container
+        return None
+
+
+def opened(
+    directory: Path,
+    /,
+    *,
+    load: Callable[..., Any] = load_checkpoint,
+    saved: Options | None = None,
+    has_manifest: bool = True,
+    is_authenticated: bool = True,
+    **options: Any,
+) -> object:
+    """What a load returns of a file that was saved with other options, and the warnings."""
+    format = (saved or {}).get("format", "ckpt")
+    path, manifest = directory / f"x.{format}", directory / manifest_name(f"x.{format}")
+    values = {"w": np.ones(2, np.float32), "b": np.zeros(2, np.float32)}
+    save: Callable[..., object] = save_state if load is load_state else save_checkpoint
+    save(values, path, **(saved or {}))
+    save({"other": np.ones(1)}, directory / "other.ckpt")
+    if not is_authenticated:
+        document = json.loads(manifest.read_text())
+        del document["auth"]
+        overwrite(manifest, json.dumps(document).encode())
+    if not has_manifest:
+        manifest.unlink()
+    with warnings_of("ckptmgr") as messages:
+        name = "path" if load is load_state else "ckpt_file_name"
+        found = tried(lambda: plain(load(**{name: path, **options})))
+    targets = (options.get("net"), options.get("into"))
+    is_filled = [one is not None and plain(one["w"]) == plain(values["w"]) for one in targets]
+    return found, is_filled, messages
+
+
+@contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """Collect the warnings of a logger."""
+    messages: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Collector(logging.WARNING)
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
+
+
+def blank(directory: Path) -> dict[str, np.ndarray]:
+    """Return arrays to load into."""
+    del directory
+    return {"w": np.zeros(2, np.float32), "b": np.ones(2, np.float32)}
