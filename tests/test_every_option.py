@@ -26,6 +26,7 @@ from ckptmgr import (
 )
 from ckptmgr.config.memory_keys import _CHECKS as OFFLOAD_KEYS
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.parallel import AutoParallelContext
 from ckptmgr.policy.save import EverySteps
 from tests.parallel.ranks import Meeting, Seat
 from tests.support import memory_options as memory
@@ -39,6 +40,7 @@ PACKED = {**SAFE, "compression": "zstd"}
 BACKGROUND = {"async_save": True}
 LONG = {"steps": 6}
 ONE_RANK = At(lambda _: Seat(Meeting(1), 0))
+RANK_1 = AutoParallelContext(device_num=2, global_rank=1)
 FAILING = At(lambda _: FailingDisk(OsFileSystem(), operation="create", call=1, is_lasting=True))
 DEDUPLICATED = {"config": {"remove_redundancy": True}, "held": see.same, "layout": WHOLE}
 MANAGED, LOOPED = {"surface": CheckpointManager}, {"surface": ModelCheckpoint}
@@ -101,6 +103,7 @@ MANAGER = {
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
     "fs": Probe(lambda d, **options: see.tried(lambda: see.managed(d, **options)), FAILING),
     "processes": Probe(see.cleaned, see.OnlyProcess(), MANAGED),
+    "context": Probe(see.managed, RANK_1),
 }
 
 CALLBACK = {
@@ -117,6 +120,7 @@ CALLBACK = {
     "clock": Probe(see.looped, lambda: 1_600_000_000.0),
     "fs": Probe(lambda d, **options: see.tried(lambda: see.looped(d, **options)), FAILING),
     "processes": Probe(see.cleaned, see.OnlyProcess(), LOOPED),
+    "context": Probe(see.looped, RANK_1),
 }
 
 SAVE = {
