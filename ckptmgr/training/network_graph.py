@@ -43,7 +43,7 @@ class NetworkGraph:
             _LOG.warning("%s is not written, and no checkpoint needs it: %s", path, error)
 
 
-def _graph_of(network: object) -> bytes | None:
+def _graph_of(network: Any) -> bytes | None:
     """Return the compiled graph of a MindSpore network; None in PyNative mode."""
     get_graph = getattr(network, "get_func_graph_proto", None)
     graph: bytes | None = get_graph() if callable(get_graph) else None

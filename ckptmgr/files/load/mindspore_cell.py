@@ -46,10 +46,13 @@ class _IgnoresEvaluation:
 
 def to_parameter(name: str, array: np.ndarray) -> Any:
     """Return a MindSpore parameter with the content of an array."""
-    return Parameter(_to_tensor(array), name=name, requires_grad=False)
+    return Parameter(to_tensor(array), name=name, requires_grad=False)
 
 
-def _to_tensor(array: np.ndarray) -> Any:
+def to_tensor(array: np.ndarray, *, is_int4: bool = False) -> Any:
+    """Return a MindSpore tensor with the content of an array; of int4 an array of pairs."""
+    if is_int4:
+        return Tensor(array, dtype=mstype.qint4x2)
     if array.dtype.name != "bfloat16":
         return Tensor(array)
     own_bfloat16 = getattr(np_dtype, "bfloat16", None)
