@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_example_leaves_the_same_files_with_our_import_and_each_loads_in_the_oth
     tmp_path: Path,
 ) -> None:
     theirs = _run("mindspore.train", tmp_path / "theirs")
-    ours = _run("ckptmgr", tmp_path / "ours")
+    ours = _run("ckptmgr.integrations.mindspore.train", tmp_path / "ours")
     names = sorted(path.name for path in theirs.glob("*.ckpt"))
     assert names == sorted(path.name for path in ours.glob("*.ckpt"))
     assert names
@@ -92,3 +93,20 @@ def test_example_leaves_the_same_files_with_our_import_and_each_loads_in_the_oth
         in_mindspore = mindspore.load_checkpoint(str(path))
         assert facts_of(load_checkpoint(path)) == facts_of(in_mindspore)
         assert len(in_mindspore) == 8
+
+
+def test_examples_of_the_readme_train_and_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = pytest.importorskip("tests.interop.training")
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    net = training.new_network()
+    names = {"net": net, "model": training.new_model(net), "dataset": training.dataset()}
+    for part in ("saved_network", "callback.resume()"):
+        (example,) = [block for block in blocks if part in block]
+        assert "ckptmgr.integrations.mindspore" in example
+        exec(example, names)  # noqa: S102 - our own README
+    assert names["first_epoch"] == 10
+    assert [path.name for path in (tmp_path / "checkpoint").glob("*.ckpt")] == ["LeNet5-10_5.ckpt"]

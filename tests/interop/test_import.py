@@ -41,7 +41,7 @@ def test_names_of_checkpoints_are_ours_and_all_others_are_mindspores() -> None:
     assert ours.train.CheckpointConfig is ckptmgr.CheckpointConfig
     assert ours.train.Model is mindspore.train.Model
     assert ours.parallel.transform_checkpoints is parallel.transform_checkpoints
-    assert ours.parallel.reshard is mindspore.parallel.reshard
+    assert ours.parallel.set_algo_parameters is mindspore.parallel.set_algo_parameters
     assert ours.Tensor is mindspore.Tensor
     with pytest.raises(AttributeError, match="lode_checkpoint"):
         _ = ours.lode_checkpoint
