@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -96,9 +97,14 @@ def replace_content(target: Any, stored: Any) -> Any:
 
 
 def with_values(target: Any, values: Any) -> Any:
-    """Return a sequence with these values: the same list, or a new tuple of the same type."""
+    """Return a sequence with these values: the same list or deque, or a new tuple of its type."""
     if isinstance(target, list):
         target[:] = values
+        return target
+    if isinstance(target, deque):
+        values = list(values)  # they may be those of the target
+        target.clear()
+        target.extend(values)
         return target
     if hasattr(target, "_fields"):
         return type(target)(*values)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache
 from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
+from ckptmgr.state.array_leaves import array_leaf, foreign_leaf
+from ckptmgr.state.arrays import framework_of
 from ckptmgr.state.configs import config_content, is_config
-from ckptmgr.state.leaves import ARRAYS, Leaf, plan_storage, storage_spec
+from ckptmgr.state.leaves import Leaf, plan_storage
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
-from ckptmgr.state.random import generator_key, generator_state
-from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
+from ckptmgr.state.random import generator_key, generator_state, global_generators
+from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, record_of
+from ckptmgr.state.scalars import encode_atom, encode_key
 from ckptmgr.state.skeleton import skeleton_of
+from ckptmgr.state.text_forms import text_problem
 
 if TYPE_CHECKING:  # one process has no slices
     from ckptmgr.state.slices import Slice, Slicer
@@ -35,6 +38,8 @@ _CONTAINERS: dict[type, str] = {
     dict: "dict",
     OrderedDict: "ordered",
     Counter: "counter",
+    defaultdict: "defaultdict",
+    deque: "deque",
     list: "list",
     tuple: "tuple",
 }
@@ -59,10 +64,18 @@ class _Frame(NamedTuple):
 
 
 class Flattener:
-    """Encodes one state; see `tree.flatten`."""
+    """Encodes one state; see `tree.flatten`.
 
-    def __init__(self, slicer: Slicer | None = None) -> None:
+    Args:
+        slicer: Finds the leaves that are parts of larger tensors.
+        is_dry: Only look for values that cannot be stored: no `state_dict()` is called, and no
+            tensor of a framework is looked into, which may be a target without elements. An object
+            that can only be filled passes.
+    """
+
+    def __init__(self, slicer: Slicer | None = None, *, is_dry: bool = False) -> None:
         self._slicer = slicer
+        self._is_dry = is_dry
         self.slices: dict[str, Slice] = {}
         self._nodes: list[Node | Leaf] = []
         self._leaves: list[Leaf] = []
@@ -75,15 +88,19 @@ class Flattener:
 
     def run(self, state: object) -> tuple[list[Tensor], str, dict[str, str]]:
         """Return the tensors, the skeleton and the aliases of a state."""
-        self._visit(state, Path(), 0)
-        while self._frames:
-            self._walk(self._frames[-1])
+        self.walk(state)
         tensors, aliases = plan_storage(self._leaves, self._unique)
         if self.slices:
             from ckptmgr.state.slices import set_whole_shapes
 
             set_whole_shapes(self._leaves, self.slices)
         return tensors, skeleton_of(self._with_ties()), aliases
+
+    def walk(self, state: object) -> None:
+        """Visit all values of a state; raise UnsupportedState for one that cannot be stored."""
+        self._visit(state, Path(), 0)
+        while self._frames:
+            self._walk(self._frames[-1])
 
     def _with_ties(self) -> list[Node | Leaf]:
         """Return the nodes, with a `SHARED` node after each occurrence of a repeated object."""
@@ -106,7 +123,7 @@ class Flattener:
             nodes.extend(before)
             at = path if step is None else Path(path, step, key)
             if type(value) is np.ndarray and is_whole:  # most are
-                self._add(_array_leaf(value, at, self._unique(at.tensor_name())))
+                self._add(array_leaf(value, at, self._unique(at.tensor_name())))
                 continue
             self._visit(value, at, frame.depth)
             if self._frames[-1] is not frame:
@@ -141,7 +158,9 @@ class Flattener:
             return
         frame = self._frame(value, path, depth + 1)
         if frame is None:
-            raise unsupported(path, f"is a {_type_name(value)}, which cannot be stored", _WAY_OUT)
+            problem = text_problem(value)
+            what = f"is a {_type_name(value)}, which {problem or 'cannot be stored'}"
+            raise unsupported(path, what, "store it as a string" if problem else _WAY_OUT)
         if depth >= MAX_DEPTH:
             raise unsupported(
                 path, f"is nested more than {MAX_DEPTH} deep", "store a flatter state"
@@ -157,13 +176,16 @@ class Flattener:
         unknown: Any = value
         kind = _CONTAINERS.get(type(value))
         match kind:
-            case "dict" | "counter":
+            case "dict" | "counter" | "defaultdict":
                 parts = _mapping(value, path)
                 return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value), id(value))
             case "ordered":
                 return _ordered(value, path, depth)
             case "list" | "tuple":
-                return _sequence(value, path, depth, end={kind: len(value)})
+                return _sequence(value, path, depth, end=[{kind: len(value)}])
+            case "deque":
+                ends: list[Node] = [{"list": len(value)}, {kind: value.maxlen}]
+                return _sequence(value, path, depth, end=ends)
         if is_config(value):
             parts = iter([((), config_content(value), None)])
             return _Frame(parts, path, None, depth, (), id(value), id(value))
@@ -171,18 +193,22 @@ class Flattener:
         if isinstance(value, tuple) and isinstance(fields, tuple):
             names: list[Node] = [str(field) for field in fields]
             end: Node = {"namedtuple": [type(value).__name__, names]}
-            return _sequence(value, path, depth, end=end)
+            return _sequence(value, path, depth, end=[end])
         if type(value) in (set, frozenset):
             tie = id(value) if type(value) is set else None
             return _Frame(iter(()), path, None, depth, _set(value, path), id(value), tie)
         if type(value) is io.BytesIO:
             return _stream(value, path, depth)
+        if type(value) is ModuleType:
+            return _module(value, path, depth)
         found = generator_state(value)
         if found is not None:
             node, state = found
             key = generator_key(value)
             return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
-        if _has_state_dict(value):
+        if self._is_dry and (_has(value, "state_dict") or _has(value, "load_state_dict")):
+            return _Frame(iter(()), path, None, depth, (), id(value))
+        if _has(value, "state_dict"):
             try:
                 inner = unknown.state_dict()
             except Exception as error:
@@ -190,7 +216,8 @@ class Flattener:
                 raise
             parts = iter([((), inner, None)])
             return _Frame(parts, path, "object", depth, (), id(value), id(value))
-        return None
+        record = record_of(value)
+        return None if record is None else _record(record, value, path, depth)
 
     def _torch_atom(self, value: object) -> tuple[Node] | None:
         if "torch" not in sys.modules or not type(value).__module__.startswith("torch"):
@@ -201,7 +228,7 @@ class Flattener:
 
     def _long_bytes(self, value: bytes | bytearray, path: Path) -> None:
         array = np.frombuffer(value, dtype=np.uint8)
-        self._add(_array_leaf(array, path, self._unique(path.tensor_name())))
+        self._add(array_leaf(array, path, self._unique(path.tensor_name())))
         self._nodes.append({f"to_{type(value).__name__}": 1})
         if isinstance(value, bytearray):
             self._hold(value)
@@ -217,14 +244,19 @@ class Flattener:
             self._slice(part, path)
             return
         match framework_of(value):
+            case "torch" | "jax" | "mindspore" if self._is_dry:
+                pass
             case "numpy":
                 if type(value) not in (np.ndarray, np.memmap):
                     raise unsupported(path, f"is a {_type_name(value)}", "store a plain ndarray")
-                self._add(_array_leaf(value, path, self._unique(path.tensor_name())))
+                self._add(array_leaf(value, path, self._unique(path.tensor_name())))
             case "torch":
                 self._torch_tensor(value, path, depth)
+            case "jax" if is_jax_key(value):
+                self._held.append(value)
+                self._frames.append(_record(JAX_KEY, value, path, depth + 1))
             case _:
-                self._add(_foreign_leaf(value, path, self._unique(path.tensor_name())))
+                self._add(foreign_leaf(value, path, self._unique(path.tensor_name())))
 
     def _slice(self, part: Slice, path: Path) -> None:
         name, framework = self._unique(path.tensor_name()), framework_of(part.local)
@@ -235,9 +267,9 @@ class Flattener:
                 raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
             self._add(adapter.torch_leaf(part.local, path, name))
         elif framework == "numpy":
-            self._add(_array_leaf(np.asarray(part.local), path, name))
+            self._add(array_leaf(np.asarray(part.local), path, name))
         else:
-            self._add(_foreign_leaf(part.local, path, name))
+            self._add(foreign_leaf(part.local, path, name))
 
     def _torch_tensor(self, value: Any, path: Path, depth: int) -> None:
         adapter = _torch_values()
@@ -289,10 +321,26 @@ def _ordered(value: Any, path: Path, depth: int) -> _Frame:
     return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
 
 
-def _sequence(value: Any, path: Path, depth: int, *, end: Node) -> _Frame:
+def _sequence(value: Any, path: Path, depth: int, *, end: list[Node]) -> _Frame:
     parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
-    tie = id(value) if isinstance(value, list) else None
-    return _Frame(iter(parts), path, "index", depth, [end], id(value), tie)
+    tie = id(value) if isinstance(value, list | deque) else None
+    return _Frame(iter(parts), path, "index", depth, end, id(value), tie)
+
+
+def _record(record: Record, value: object, path: Path, depth: int) -> _Frame:
+    try:
+        content = record.content(value)
+    except ValueError as error:
+        raise unsupported(path, str(error), _WAY_OUT) from None
+    tie = id(value) if record.is_mutable else None
+    return _Frame(iter([((), content, None)]), path, None, depth, (), id(value), tie)
+
+
+def _module(value: ModuleType, path: Path, depth: int) -> _Frame | None:
+    generators = global_generators(value)
+    if generators is None:
+        return None
+    return _Frame(iter([((), generators, None)]), path, None, depth, (), id(value))
 
 
 def _stream(value: io.BytesIO, path: Path, depth: int) -> _Frame:
@@ -316,50 +364,9 @@ def _torch_values() -> ModuleType:
     return torch_values
 
 
-def _dtype_of(dtype: np.dtype) -> tuple[Node, str]:
-    """Return the skeleton node and the table's name of an element type; None and "" if absent."""
-    if dtype.fields is not None:
-        return encode_dtype(dtype), ""
-    return _plain_dtype_of(dtype)
-
-
-@lru_cache(maxsize=256)
-def _plain_dtype_of(dtype: np.dtype) -> tuple[Node, str]:
-    # Cached, because NumPy computes the name on each access.
-    return encode_dtype(dtype), dtype.name if dtype.isnative else ""
-
-
-def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
-    dtype, shape = array.dtype, array.shape
-    node, spelling = _plain_dtype_of(dtype) if dtype.isbuiltin else _dtype_of(dtype)
-    if node is None:
-        raise unsupported(
-            path, f"is an array with elements of type {dtype}", "store numbers, or a list"
-        )
-    spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
-    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
-    tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
-    return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
-
-
-def _nothing() -> memoryview:
-    return memoryview(b"")
-
-
-def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
-    # JAX and MindSpore arrays are restored as NumPy arrays; see tree.py.
-    own = to_tensor(name, value)
-    dtype = own.spec.dtype
-    spec, is_bytes = storage_spec(name, dtype.name, own.spec.shape, dtype.item_bytes)
-    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
-    tensor = Tensor(spec=spec, content=own.content)
-    node = encode_dtype(dtype.to_numpy())
-    return Leaf(path, "array", node, own.spec.shape, rest, value, tensor, dtype.item_bytes, None)
-
-
-def _has_state_dict(value: object) -> bool:
+def _has(value: object, method: str) -> bool:
     is_instance = not isinstance(value, type | ModuleType)
-    return is_instance and callable(getattr(value, "state_dict", None))
+    return is_instance and callable(getattr(value, method, None))
 
 
 def _type_name(value: object) -> str:

@@ -3,9 +3,10 @@
 
 A skeleton is a postfix program, `{"version":1,"nodes":[...]}`: a node is a value, or takes the
 values before it and puts one in their place (`{"list":3}`). In version 2, the value before the
-first `{"shared":0}` replaces the value before every other one. So the JSON is flat however deep the
-state is, and a cycle cannot be written down. Numbers that JSON would change are hexadecimal. The
-text is ASCII, and the same state gives the same text.
+first `{"shared":0}` replaces the value before every other one; version 3 adds the kinds in
+`KINDS_OF_VERSION_3`. So the JSON is flat however deep the state is, and a cycle cannot be written
+down. Numbers that JSON would change are hexadecimal. The text is ASCII, and the same state gives
+the same text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ Node = None | bool | int | str | list["Node"] | dict[str, "Node"]
 
 SHARED = "shared"
 """Kind of the node that follows each occurrence of one object; its number identifies the object."""
-_VERSIONS = (1, 2)
+_TEXTS = "datetime date time timedelta decimal range path pureposixpath purewindowspath"
+KINDS_OF_VERSION_3 = frozenset([*_TEXTS.split(), "deque", "defaultdict"])
+_VERSIONS = (1, 2, 3)
 MAX_DEPTH = 500
 _SHOWN_CHARS = 60
 _SHOWN_DIFFERENCES = 100
@@ -148,8 +151,15 @@ def dump_skeleton(nodes: list[Node]) -> str:
 
 
 def version_of(nodes: Iterable[object]) -> int:
-    """Return the version of a skeleton: 2 where objects are shared, else 1."""
-    return 2 if any(isinstance(node, dict) and SHARED in node for node in nodes) else 1
+    """Return the first version that has all kinds of nodes in a skeleton."""
+    version = 1
+    for node in nodes:
+        if isinstance(node, dict):
+            if not KINDS_OF_VERSION_3.isdisjoint(node):
+                return 3
+            if SHARED in node:
+                version = 2
+    return version
 
 
 def load_skeleton(skeleton: str) -> list[Node]:
@@ -170,7 +180,7 @@ def load_skeleton(skeleton: str) -> list[Node]:
         raise TreeError("the skeleton of the state has no version")
     if type(body["version"]) is not int or body["version"] not in _VERSIONS:
         raise TreeError(
-            f"the skeleton of the state has version {shown(body['version'])}, this library reads 1 and 2",
+            f"the skeleton of the state has version {shown(body['version'])}, this library reads 1 to 3",
             hint="read it with a newer ckptmgr",
         )
     nodes = body.get("nodes")

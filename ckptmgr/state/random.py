@@ -18,6 +18,33 @@ from ckptmgr.state.paths import Node, TreeError
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
+def global_generators(module: object) -> object | None:
+    """Return the global generator that a module draws from; None if it is no such module.
+
+    For `torch.cuda` it is the tuple of the generators of all its devices.
+    """
+    match getattr(module, "__name__", None):
+        case "random" if module is random:
+            return _owner(random.getstate)
+        case "numpy.random" if module is np.random:
+            return _owner(np.random.get_state)
+        case "torch" if module is sys.modules.get("torch"):
+            generator: object = sys.modules["torch"].default_generator
+            return generator
+        case "torch.cuda" if module is sys.modules.get("torch.cuda"):
+            cuda = sys.modules["torch.cuda"]
+            if cuda.is_available():
+                cuda.init()  # before it there are no generators
+            return tuple(cuda.default_generators)
+    return None
+
+
+def _owner(method: Any) -> object:
+    """Return the object that a bound method belongs to: the functions of `random` are such."""
+    owner: object = method.__self__
+    return owner
+
+
 def generator_kind(value: Any) -> str:
     """Return the kind of a generator, which its state must match; empty when `value` is none."""
     if isinstance(value, random.Random):

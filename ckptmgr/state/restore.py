@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import io
 import sys
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +35,14 @@ from ckptmgr.state.fill import (
 )
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
 from ckptmgr.state.paths import Path, mismatch
-from ckptmgr.state.random import generator_key, generator_kind, set_generator
-from ckptmgr.state.scalars import encode_atom
-
-_PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+from ckptmgr.state.random import (
+    generator_key,
+    generator_kind,
+    global_generators,
+    set_generator,
+)
+from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, record_of
+from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
 
 
 class _Visit(NamedTuple):
@@ -74,6 +80,7 @@ class Restorer:
 
     def __init__(self, *, read_contents: Callable[[object], None] = lambda _: None) -> None:
         self._shared = SharedTargets(read_contents=read_contents)
+        self._read_contents = read_contents
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
         self._steps: list[_Step] = []
@@ -126,7 +133,7 @@ class Restorer:
 
     def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         """Return the step, or the parts and the step, that give the restored `target`."""
-        if target is None or {type(target), type(stored)} <= _PLAIN_TYPES:
+        if target is None or {type(target), type(stored)} <= PLAIN_TYPES:
             return _give(stored)
         if is_config(target):
             return self._plan_config(target, stored, path)
@@ -136,7 +143,9 @@ class Restorer:
             return self._plan_object(target, stored, path)
         if generator_kind(target):
             return self._plan_generator(target, stored, path)
-        if _is_atom(target) and _is_atom(stored):
+        if type(target) is ModuleType:
+            return self._plan_module(target, stored, path)
+        if is_atom(target) and is_atom(stored):
             return _give(stored)
         match target:
             case MutableMapping() if isinstance(stored, Mapping):
@@ -145,6 +154,9 @@ class Restorer:
             case list() if isinstance(stored, list):
                 self._claim(target, stored, path)
                 return self._plan_sequence(target, stored, path)
+            case deque() if isinstance(stored, deque):
+                self._claim(target, stored, path)
+                return self._plan_deque(target, stored, path)
             case tuple() if isinstance(stored, tuple):
                 return self._plan_sequence(target, stored, path)
             case set() | bytearray() | io.BytesIO() if type(stored) is type(target):
@@ -152,7 +164,39 @@ class Restorer:
                 return _Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
+        record = record_of(target)
+        if record is not None:
+            return self._plan_record(record, target, stored, path)
         return self._differ_in_type(path, target, stored)
+
+    def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+        if record.is_mutable:
+            self._claim(target, stored, path)
+        try:
+            if record.prepare is not None:
+                self._read_contents(stored)
+                carry_out = record.prepare(target, stored)
+                return _Step(0, lambda _: carry_out())
+            content: Any = record.content(target)
+        except ValueError as error:
+            return self._differ(path, str(error))
+        if not isinstance(stored, Mapping):
+            return self._differ_in_type(path, target, stored)
+        put, parts = record.put, self._plan_mapping(content, stored, path)
+        assert put is not None  # noqa: S101 - it has fields
+
+        def make(values: list[Any]) -> object:
+            parts.step.make(values)
+            return put(target, content)
+
+        return _Parts(parts.visits, _Step(parts.step.takes, make))
+
+    def _plan_deque(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+        if target.maxlen != stored.maxlen:
+            return self._differ(path, f"has maxlen {target.maxlen}, stored is {stored.maxlen}")
+        if not target:  # a deque is empty in a fresh state
+            return _Step(0, lambda _: with_values(target, stored))
+        return self._plan_sequence(target, stored, path)
 
     def _plan_config(self, target: Any, stored: Any, path: Path) -> _Step:
         self._claim(target, stored, path)
@@ -163,8 +207,9 @@ class Restorer:
     def _plan_mapping(
         self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path
     ) -> _Parts:
-        self._compare_keys(target, stored, path)
-        keys = [key for key in stored if key in target]
+        is_open = isinstance(target, defaultdict)  # its keys come as they are used
+        self._compare_keys(target, stored, path, is_open=is_open)
+        keys = [key for key in stored if is_open or key in target]
 
         def make(values: list[Any]) -> object:
             # Not update(), which would add the counts of a Counter.
@@ -172,22 +217,27 @@ class Restorer:
                 target[key] = value
             return target
 
-        visits = [_Visit(target[key], stored[key], path.key(key)) for key in keys]
+        visits = [_Visit(target.get(key), stored[key], path.key(key)) for key in keys]
         return _Parts(visits, _Step(len(keys), make))
 
     def _compare_keys(
-        self, target: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path
+        self,
+        target: Mapping[Any, Any],
+        stored: Mapping[Any, Any],
+        path: Path,
+        *,
+        is_open: bool = False,
     ) -> None:
         for key in target:
             if key not in stored:
                 self._differ(path.key(key), "is not in the checkpoint")
-        for key in stored:
+        for key in () if is_open else stored:
             if key not in target:
                 self._differ(path.key(key), "is only in the checkpoint")
 
     def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if len(target) != len(stored):
-            if all(map(_is_history, (*target, *stored))) and not hasattr(target, "_fields"):
+            if all(map(is_history, (*target, *stored))) and not hasattr(target, "_fields"):
                 return _Step(0, lambda _: with_values(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
         visits = [
@@ -195,10 +245,12 @@ class Restorer:
         ]
         return _Parts(visits, _Step(len(visits), lambda values: with_values(target, values)))
 
-    def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step:
+    def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         framework = framework_of(target)
         if framework == "torch":
             return self._plan_tensor(target, stored, path)
+        if framework == "jax" and is_jax_key(target):
+            return self._plan_record(JAX_KEY, target, stored, path)
         if not isinstance(stored, np.ndarray):
             return self._differ_in_type(path, target, stored)
         if framework != "numpy":
@@ -302,6 +354,19 @@ class Restorer:
         self._generators.append(lambda: set_generator(target, stored))
         return _give(target)
 
+    def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> _Step:
+        generators = global_generators(target)
+        if not isinstance(generators, tuple):
+            generators, stored = (generators,), (stored,)
+        if not isinstance(stored, tuple) or len(stored) != len(generators):
+            many = f" of {len(stored)}" if isinstance(stored, tuple) else ""
+            return self._differ(
+                path, f"has {len(generators)} generators, stored is {_described(stored)}{many}"
+            )
+        for generator, one in zip(generators, stored, strict=True):
+            self._plan_generator(generator, one, path)
+        return _give(target)
+
 
 def _give(value: object) -> _Step:
     return _Step(0, lambda _: value)
@@ -315,29 +380,6 @@ def _carry_out(steps: list[_Step]) -> object:
         del values[first:]
         values.append(step.make(parts))
     return values[0]
-
-
-def _is_atom(value: Any) -> bool:
-    if isinstance(value, bytearray):
-        return False
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Size | torch.dtype | torch.device):
-        return True
-    return encode_atom(value) is not None
-
-
-def _is_history(value: object) -> bool:
-    """Return whether a value is plain, or lists, tuples and dicts of plain values however deep."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            left.extend(one.values())
-        elif isinstance(one, list | tuple) and not hasattr(one, "_fields"):
-            left.extend(one)
-        elif type(one) not in _PLAIN_TYPES and not isinstance(one, np.generic):
-            return False
-    return True
 
 
 def _described(value: Any) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -15,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from ckptmgr.state.paths import Node, Path, TreeError, shown, unsupported
+from ckptmgr.state.text_forms import encode_text_form, has_text_form
 
+PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 _MAX_KEY_DEPTH = 50
 _MAX_PLAIN_INT = 2**53
 
@@ -30,7 +34,9 @@ def encode_atom(value: object) -> tuple[Node] | None:
         if dtype is not None:
             content = np.asarray(value).tobytes()[: value.dtype.itemsize]
             return ({"scalar": [dtype, content.hex()]},)
-    return None
+        return None
+    form = encode_text_form(value)
+    return None if form is None else (form,)
 
 
 def _encode_int(value: int) -> Node:
@@ -74,7 +80,7 @@ def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Node]:
     raise unsupported(
         path,
         f"has a key of type {type(key).__qualname__}",
-        "use str, int, float, bytes, None, or a tuple of these as keys",
+        "use str, int, float, bytes, None, a time, a path, or a tuple of these as keys",
     )
 
 
@@ -82,11 +88,12 @@ def is_key(value: object) -> bool:
     """Return whether a decoded value may be a dict key or a set element."""
     if isinstance(value, tuple | frozenset):
         return all(map(is_key, value))
-    return type(value) in _KEY_TYPES or (isinstance(value, np.generic) and _is_hashable(value))
+    is_other = isinstance(value, np.generic) or has_text_form(value)
+    return type(value) in _KEY_TYPES or (is_other and _is_hashable(value))
 
 
 def _is_hashable(value: object) -> bool:
-    # A NumPy record that can be written to is no key.
+    # A NumPy record that can be written to is no key, nor a signaling NaN of decimal.
     try:
         hash(value)
     except TypeError:
@@ -224,3 +231,40 @@ def decode_shape(node: object) -> tuple[int, ...]:
     ):
         raise TreeError(f"a shape is spelled {shown(node)}")
     return tuple(node)
+
+
+def decode_strides(node: object, count: int) -> tuple[int, ...]:
+    """Return `count` strides in bytes; raise TreeError for anything else."""
+    if (
+        not isinstance(node, list)
+        or len(node) != count
+        or not all(type(stride) is int and abs(stride) < 2**62 for stride in node)
+    ):
+        raise TreeError(f"the strides are {node!r}")
+    return tuple(stride for stride in node if isinstance(stride, int))
+
+
+def is_atom(value: object) -> bool:
+    """Return whether a value has no parts and cannot change."""
+    if isinstance(value, bytearray):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Size | torch.dtype | torch.device):
+        return True
+    return encode_atom(value) is not None or has_text_form(value)
+
+
+def is_history(value: object) -> bool:
+    """Return whether a value is plain, or lists, tuples and dicts of plain values however deep."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list | tuple | deque) and not hasattr(one, "_fields"):
+            left.extend(one)
+        elif type(one) not in PLAIN_TYPES and not (
+            isinstance(one, np.generic) or has_text_form(one)
+        ):
+            return False
+    return True

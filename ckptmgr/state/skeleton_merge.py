@@ -18,11 +18,12 @@ from ckptmgr.state.skeleton import leaves_of
 KEPT = "\0kept/"
 """Prefix of the names of tensors that the rank keeps."""
 
-_MAPPINGS = ("dict", "ordered", "counter")
+_MAPPINGS = ("dict", "ordered", "counter", "defaultdict")
 _SEQUENCES = ("list", "tuple")
 _SETS = ("set", "frozenset")
 # These are built from the value before them; their parts are never merged on their own.
 _BUILT = ("to_bytes", "to_bytearray", "bytesio", "rng")
+_WRAPPED = ("with_metadata", "deque")  # of the first value before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ def _parsed(nodes: list[Node]) -> _Value:
 
 def _made(nodes: list[Node], kind: str, values: list[_Value], index: int) -> _Value:
     start = values[0].start if values else index
-    if kind == "with_metadata":
+    if kind in _WRAPPED:
         return replace(values[0], stop=index + 1)
     if kind in _MAPPINGS:
         texts = (json.dumps(nodes[key.start : key.stop]) for key in values[::2])
@@ -228,7 +229,7 @@ def _taken(node: Node) -> tuple[str, int]:
         count = 3 if isinstance(body, dict) and "axis" in body else 1
     elif kind in ("with_metadata", "sparse"):
         count = 2
-    elif kind in _BUILT:
+    elif kind in (*_BUILT, *_WRAPPED):
         count = 1
     if type(count) is not int or count < 0:
         raise TreeError(f"a {kind} of the skeleton has no number of parts")

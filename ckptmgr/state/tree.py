@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested state to named tensors and back, without pickle.
 
-A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, `io.BytesIO`, arrays,
-random number generators, omegaconf's configurations, and objects with `state_dict()`. Its arrays
-become named tensors that every file format can hold; everything else becomes one line of JSON, the
-skeleton.
+A state is any nesting of
+
+* dicts (also OrderedDict, Counter, defaultdict), lists, deques, tuples, named tuples and sets;
+* numbers, strings, bytes, `io.BytesIO`, `Decimal`, `range`, paths, dates, times and timedeltas;
+* arrays of NumPy, torch, JAX and MindSpore, typed keys of JAX, sparse arrays of SciPy;
+* random number generators, and the modules `random`, `numpy.random`, `torch` and `torch.cuda`, each
+  for its global generator;
+* dataclasses, `SimpleNamespace`, `argparse.Namespace`, members of an Enum, omegaconf's
+  configurations, and objects with `state_dict()`.
+
+Its arrays become named tensors that every file format can hold; everything else becomes one line of
+JSON, the skeleton.
 
 * What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys
   and their order.
@@ -13,10 +21,18 @@ skeleton.
 * A value that cannot be stored is refused with its path. Nothing in a skeleton is ever imported or
   called.
 
-Some values come back in another form unless they are restored into one of their kind: a namedtuple
-as a plain tuple, a DictConfig or ListConfig as a plain dict or list with its interpolations as text,
-an object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX or MindSpore array
-as a NumPy array. Strides are not kept: a lone transposed array comes back C-contiguous.
+Some values come back in another form unless they are restored into one of their kind:
+
+* a named tuple as a plain tuple, a dataclass or namespace as the dict of its fields, a DictConfig or
+  ListConfig as a plain dict or list with its interpolations as text;
+* a member of an Enum as its name, of a Flag as its number; a defaultdict without its factory;
+* an object with `state_dict()` as its state dict, a module as the generators themselves;
+* a torch tensor on the CPU, a JAX or MindSpore array as a NumPy array, a JAX key as the dict of its
+  kind and data, a sparse array as the dict of its arrays.
+
+A time zone comes back as its offset from UTC. Fields of a dataclass that JAX takes for static
+(`pytree_node=False` in flax.struct) are not stored: the target keeps its own. Strides are not kept:
+a lone transposed array comes back C-contiguous.
 
 >>> import numpy as np
 >>> state = {"weights": np.arange(3.0), "step": 7, "history": [0.5, float("nan")]}
@@ -48,6 +64,7 @@ __all__ = [
     "Restoration",
     "StateMismatch",
     "TreeError",
+    "check_storable",
     "flatten",
     "plan_restore",
     "restore",
@@ -97,6 +114,14 @@ def _flattened(state: object, slicer: Slicer | None) -> FlatState:
     return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
 
 
+def check_storable(state: object) -> None:
+    """Raise UnsupportedState, with the path, if a state has a value that cannot be stored.
+
+    No `state_dict()` is called: what is in its result is found by `flatten`.
+    """
+    Flattener(is_dry=True).walk(state)
+
+
 def unflatten(skeleton: str, read: ReadTensor) -> object:
     """Rebuild a state from its skeleton, which may be untrusted, and its tensors.
 
@@ -119,7 +144,8 @@ def restore(target: object, skeleton: str, read: ReadTensor) -> object:
     arrays and tensors of equal shape and type are filled in place, dicts, lists and sets are
     updated in place, generators get their state last, and plain values are replaced. None in the
     target takes any stored value. A list whose length differs is replaced when it holds plain
-    values only (a history), or dicts, lists and tuples of them.
+    values only (a history), or dicts, lists and tuples of them. An empty deque takes any elements,
+    and a defaultdict any keys that it lacks.
 
     Raises:
         StateMismatch: Missing or extra keys, other shapes or types, two values for one memory or

@@ -8,9 +8,9 @@ no memory is allocated beyond that of the tensors themselves.
 from __future__ import annotations
 
 import io
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptmgr.state.arrays import numpy_dtype_name
 from ckptmgr.state.leaves import contiguous_strides, extent
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, load_skeleton
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, load_skeleton, shown
 from ckptmgr.state.random import build_generator
 from ckptmgr.state.scalars import (
     decode_bytes,
@@ -28,9 +28,11 @@ from ckptmgr.state.scalars import (
     decode_int,
     decode_scalar,
     decode_shape,
+    decode_strides,
     decode_text,
     is_key,
 )
+from ckptmgr.state.text_forms import TEXT_KINDS, decode_text_form
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +55,15 @@ _ATOMS: dict[str, Callable[[object], object]] = {
     "bytearray": lambda node: bytearray(decode_bytes(node)),
     "text": decode_text,
     "scalar": decode_scalar,
+    **{kind: partial(decode_text_form, kind) for kind in TEXT_KINDS},
+}
+
+
+_MAPPINGS: dict[str, type[dict[Any, Any]]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": Counter,
+    "defaultdict": defaultdict,
 }
 
 
@@ -175,12 +186,19 @@ class Unflattener:
         if type(body) is not int:
             raise TreeError(f"a {kind} has {body!r} entries")
         values = self._pop(2 * body)
-        made: dict[Any, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}[kind]()
+        made: dict[Any, Any] = _MAPPINGS[kind]()
         for key, value in zip(values[::2], values[1::2], strict=True):
             made[_key(key)] = value
         if len(made) != body:
             raise TreeError(f"a {kind} holds a key twice")
         self._put(made)
+
+    def _deque(self, kind: str, body: Node) -> None:
+        [values] = self._pop(1)
+        limit = 2**63 - 1 if body is None else body
+        if type(values) is not list or type(limit) is not int or not len(values) <= limit < 2**63:
+            raise TreeError(f"a deque with maxlen {shown(body)} is not a list of as many")
+        self._put(deque(values, None if body is None else limit))
 
     def _metadata(self, kind: str, body: Node) -> None:
         mapping, metadata = self._pop(2)
@@ -297,7 +315,7 @@ class Unflattener:
             if memory.nbytes != prod(shape) * item_bytes:
                 raise TreeError(f"it has {memory.nbytes} bytes, not {prod(shape) * item_bytes}")
         elif "strides" in body:
-            strides = _strides(body["strides"], len(shape))
+            strides = decode_strides(body["strides"], len(shape))
         if type(start) is not int:
             raise TreeError(f"the offset is {start!r}")
         if prod(shape):
@@ -335,22 +353,12 @@ class Unflattener:
             return
         if isinstance(values, dict):
             values = list(values.values())
-        if isinstance(values, list | tuple):
+        if isinstance(values, list | tuple | deque):
             for value in values:
                 self.read_contents(value)
         elif (name := self.leaves.get(id(values))) is not None:
             self.whole[name] = False
             self._fill(name)
-
-
-def _strides(node: Node, count: int) -> tuple[int, ...]:
-    if (
-        not isinstance(node, list)
-        or len(node) != count
-        or not all(type(stride) is int and abs(stride) < 2**62 for stride in node)
-    ):
-        raise TreeError(f"the strides are {node!r}")
-    return tuple(stride for stride in node if isinstance(stride, int))
 
 
 def _key(value: object) -> object:
@@ -396,6 +404,8 @@ _COMBINERS: dict[str, Callable[[Unflattener, str, Node], None]] = {
     "dict": Unflattener._mapping,
     "ordered": Unflattener._mapping,
     "counter": Unflattener._mapping,
+    "deque": Unflattener._deque,
+    "defaultdict": Unflattener._mapping,
     "with_metadata": Unflattener._metadata,
     "to_bytes": Unflattener._bytes,
     "to_bytearray": Unflattener._bytes,

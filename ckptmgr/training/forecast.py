@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Forecaster`: warns of a lack of space or memory before a run, and of costly saves during it.
 
-It warns once of each kind, in the log and as a `forecast` event, and never fails a save.
+It warns once of each kind, in the log and as a `forecast` event, and never fails a save. Only a
+state that cannot be stored is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, UnsupportedState
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import save_mode_of
 from ckptmgr.formats.tensor import Item
@@ -39,14 +40,24 @@ class Forecaster:
         self._saves: deque[tuple[float, SaveHandle]] = deque(maxlen=_WINDOW)
         self._count = 0
 
-    def before_run(self, writer: SeriesWriter, save_bytes: Callable[[], int]) -> None:
-        """Warn of shortages in the first call; `save_bytes` returns the size of a checkpoint."""
+    def before_run(
+        self, writer: SeriesWriter, save_bytes: Callable[[], int], *, refuses: bool = False
+    ) -> None:
+        """Warn of shortages in the first call; `save_bytes` returns the size of a checkpoint.
+
+        Raises:
+            UnsupportedState: With `refuses`: the state cannot be stored. Otherwise that is a
+                warning.
+        """
         if self._is_checked:
             return
         self._is_checked = True
         try:
             self._warn(*self.forecast(writer, save_bytes()).concerns)
         except CkptmgrError as error:
+            if refuses and isinstance(error, UnsupportedState):
+                self._is_checked = False
+                raise
             hint = error.hint or "the first save will fail"
             self._warn(Concern("state", f"cannot be saved: {error.message}", hint))
         except Exception as error:  # from the user's state_dict(): it will fail the save, too

@@ -10,8 +10,8 @@ with CheckpointManager("runs/digits", config, prefix="digits") as manager:
         manager.step_end(step, state, metrics={"loss": loss})
 ```
 
-* `state` is any nesting of dicts, lists, numbers, arrays, random number generators and objects with
-  `state_dict()`.
+* `state` is any nesting of dicts, lists, numbers, arrays, random number generators, dataclasses and
+  objects with `state_dict()`; `ckptmgr.state.tree` has the whole list.
 * A completed save survives a power cut. A failed one raises, leaves the earlier checkpoints intact,
   and is due again.
 * `resume` tries the checkpoints from the newest to the oldest, verifies each, and reports those
@@ -161,6 +161,7 @@ class CheckpointManager:
         )
         self.directory = place
         self._config = checked
+        self._is_alone = coordinator is None
         self._team = team
         self._clock = clock
         self._observers = parts.observers
@@ -226,6 +227,8 @@ class CheckpointManager:
             ValueError: `start` is neither.
             UnprovenCheckpoint: With a key or trusted keys: the series has only files without
                 manifests.
+            UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
+                names its path. Nothing was changed. What `state_dict()` returns is checked later.
             StateMismatch: An intact checkpoint does not fit `state`; names every difference.
                 Nothing was changed.
             ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
@@ -283,13 +286,17 @@ class CheckpointManager:
 
         Raises:
             BaseException: An earlier save failed in the background; it is raised once.
+            UnsupportedState: A value of the state cannot be stored; names its path. Without ranks,
+                and with a state that is no function, the first call finds it.
         """
         self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
         self._engine.check()
         if self._policy.is_active and not is_function(state):
             self._forecaster.before_run(
-                self._writer, lambda: tree.flatten(state, self._team.slicer).size_bytes
+                self._writer,
+                lambda: tree.flatten(state, self._team.slicer).size_bytes,
+                refuses=self._is_alone,  # ranks hear of it together, in a save
             )
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)

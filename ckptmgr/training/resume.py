@@ -34,6 +34,7 @@ from ckptmgr.series.candidates import (
 )
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
@@ -285,6 +286,7 @@ def resume_state(
     """
     started = time.perf_counter()
     writer.prepare()
+    _check_storable(state, writer)
     found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
         past.start_fresh()
@@ -314,9 +316,16 @@ def resume_state(
     )
 
 
+def _check_storable(state: object, writer: SeriesWriter) -> None:
+    """Raise UnsupportedState now for what would fail the first save, on all ranks."""
+    with writer.all_prepared():
+        check_storable(state)
+
+
 def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
     """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
+    _check_storable(state, writer)
     writer.forget_parents()
     past.start_fresh()
     return Resumption.fresh(state)

@@ -375,7 +375,6 @@ REFUSED: list[tuple[object, str]] = [
     (Custom(), "is a .*Custom, which.*hint: .*state_dict"),
     (Custom, "is a type"),
     (sys, "is a module"),
-    (Colour.RED, "is a .*Colour"),
     (Text("a"), "is a .*Text"),
     (np.array([None]), "is an array with elements of type object"),
     (

@@ -4,6 +4,10 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import defaultdict, deque
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +41,7 @@ def decode(*nodes: object) -> object:
         ("null", "no version"),
         ("[]", "no version"),
         ('{"nodes":[1]}', "no version"),
-        ('{"version":3,"nodes":[1]}', "has version 3.*newer ckptmgr"),
+        ('{"version":4,"nodes":[1]}', "has version 4.*newer ckptmgr"),
         ('{"version":true,"nodes":[1]}', "has version True"),
         ('{"version":1}', "not a version and a list"),
         ('{"version":1,"nodes":{}}', "not a version and a list"),
@@ -97,6 +101,17 @@ BAD: list[tuple[list[object], str]] = [
     ([{"bytes": "00"}, {"bytesio": -1}], "not bytes and a position"),
     ([{"bytes": "00"}, {"bytesio": True}], "not bytes and a position"),
     ([{"bytesio": 0}], "1 values are taken"),
+    ([{"deque": None}], "1 values are taken"),
+    ([1, {"deque": None}], "a deque with maxlen None is not a list"),
+    ([{"tuple": 0}, {"deque": None}], "a deque with maxlen None is not a list"),
+    ([1, {"list": 1}, {"deque": 0}], "a deque with maxlen 0 is not a list of as many"),
+    ([{"list": 0}, {"deque": -1}], "a deque with maxlen -1 is"),
+    ([{"list": 0}, {"deque": True}], "a deque with maxlen True is"),
+    ([{"list": 0}, {"deque": 2**63}], "a deque with maxlen 9223372036854775808 is"),
+    ([{"list": 0}, {"deque": "5"}], "a deque with maxlen '5' is"),
+    ([{"defaultdict": None}], "a defaultdict has None entries"),
+    ([1, 2, 1, 3, {"defaultdict": 2}], "a defaultdict holds a key twice"),
+    ([{"decimal": "sNaN"}, {"set": 1}], "a Decimal is used as a key"),
     ([1, {"rng": "builtins.exec"}], "no random number generator called 'builtins.exec'"),
     ([1, {"rng": 5}], "no random number generator called 5"),
     ([1, {"rng": "numpy.Generator"}], "numpy.Generator cannot be restored"),
@@ -283,6 +298,9 @@ def _rich_nodes() -> tuple[list[Any], dict[str, np.ndarray]]:
         (1, 2.5): {"r": record, "rng": np.random.default_rng(1), "py": random.Random(1)},
         "plain": [2**70, -0.0, 1j, b"ab", "\ud800", {1, 2}, np.float16(1), b"x" * 2000],
         "c": np.zeros(2, np.complex64),
+        "std": [datetime(2026, 11, 23), timedelta(1), Decimal("1.5"), range(3), Path("a/b")],
+        "window": deque([base[:2], {date(1, 1, 1): 1}], 5),
+        "counts": defaultdict(int, {"a": 1}),
     }
     flat = flatten(state)
     read = reader(flat)
@@ -295,7 +313,9 @@ JUNK = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-(2**70), 2**70),
-    st.sampled_from(["", "0x1", "<f4", "|O", "float32", "views/0", "nan", "cpu", "a" * 30]),
+    st.sampled_from(
+        ["", "0x1", "<f4", "|O", "float32", "views/0", "nan", "cpu", "a" * 30, "1E+9999999"]
+    ),
     st.builds(list),
     st.builds(dict),
     st.builds(lambda: [1, 2]),
