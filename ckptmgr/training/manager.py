@@ -292,16 +292,17 @@ class CheckpointManager:
         self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
         self._engine.check()
+        progress = self._past.progress
+        is_due = decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due
         if self._policy.is_active and not is_function(state):
             self._forecaster.before_run(
                 self._writer,
                 lambda: tree.flatten(state, self._team.slicer).size_bytes,
-                refuses=self._is_alone,  # ranks hear of it together, in a save
+                refuses=self._is_alone and not is_due,  # ranks hear of it together, in a save
             )
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
-        progress = self._past.progress
-        if not decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due:
+        if not is_due:
             return None
         if step == 0:
             progress.demand()

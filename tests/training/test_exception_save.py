@@ -144,7 +144,7 @@ def test_step_that_was_saved_already_is_saved_beside_it(tmp_path: Path) -> None:
 
 def test_failed_exception_save_is_a_note_on_the_exception(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt) as caught:
-        _train(_manager(tmp_path), KeyboardInterrupt(), [{"socket": object()}], first=7)
+        _train(_manager(tmp_path), KeyboardInterrupt(), [{"w": 1}, {"socket": object()}], first=6)
     (note,) = caught.value.__notes__
     assert "the state of step 7 could not be saved" in note
     assert "socket" in note
