@@ -340,6 +340,8 @@ def _module(value: ModuleType, path: Path, depth: int) -> _Frame | None:
     generators = global_generators(value)
     if generators is None:
         return None
+    if isinstance(generators, tuple):  # a machine without these devices reads their states, too
+        generators = tuple(one.get_state() for one in generators)
     return _Frame(iter([((), generators, None)]), path, None, depth, (), id(value))
 
 

@@ -21,7 +21,7 @@ _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 def global_generators(module: object) -> object | None:
     """Return the global generator that a module draws from; None if it is no such module.
 
-    For `torch.cuda` it is the tuple of the generators of all its devices.
+    For `torch.cuda` it is the tuple of the generators of all its devices, whose states are stored.
     """
     match getattr(module, "__name__", None):
         case "random" if module is random:

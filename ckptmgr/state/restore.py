@@ -34,8 +34,9 @@ from ckptmgr.state.fill import (
     with_values,
 )
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
-from ckptmgr.state.paths import Path, mismatch
+from ckptmgr.state.paths import Path, TreeError, mismatch
 from ckptmgr.state.random import (
+    build_generator,
     generator_key,
     generator_kind,
     global_generators,
@@ -357,14 +358,21 @@ class Restorer:
     def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> _Step:
         generators = global_generators(target)
         if not isinstance(generators, tuple):
-            generators, stored = (generators,), (stored,)
+            self._plan_generator(generators, stored, path)
+            return _give(target)
         if not isinstance(stored, tuple) or len(stored) != len(generators):
             many = f" of {len(stored)}" if isinstance(stored, tuple) else ""
             return self._differ(
                 path, f"has {len(generators)} generators, stored is {_described(stored)}{many}"
             )
-        for generator, one in zip(generators, stored, strict=True):
-            self._plan_generator(generator, one, path)
+        self._read_contents(stored)
+        for index, generator in enumerate(generators):
+            try:
+                made = build_generator("torch.Generator", [str(generator.device), stored[index]])
+            except TreeError as error:
+                self._differ(path.index(index), error.message)
+            else:
+                self._plan_generator(generator, made, path.index(index))
         return _give(target)
 
 

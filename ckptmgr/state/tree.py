@@ -26,7 +26,8 @@ Some values come back in another form unless they are restored into one of their
 * a named tuple as a plain tuple, a dataclass or namespace as the dict of its fields, a DictConfig or
   ListConfig as a plain dict or list with its interpolations as text;
 * a member of an Enum as its name, of a Flag as its number; a defaultdict without its factory;
-* an object with `state_dict()` as its state dict, a module as the generators themselves;
+* an object with `state_dict()` as its state dict, a module as its generator, `torch.cuda`
+  as the states of its generators, one for each device;
 * a torch tensor on the CPU, a JAX or MindSpore array as a NumPy array, a JAX key as the dict of its
   kind and data, a sparse array as the dict of its arrays.
 

@@ -15,7 +15,7 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.state.paths import StateMismatch
-from ckptmgr.state.tree import flatten, restore
+from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader
 
 
@@ -69,6 +69,12 @@ def test_generators_of_all_devices_are_restored(monkeypatch: pytest.MonkeyPatch)
     assert started
     assert [torch.rand(2, generator=one).tolist() for one in generators] == expected
 
+    plain: Any = unflatten(flat.skeleton, reader(flat))  # also where there is no such device
+    assert [one.dtype for one in plain[0]] == [torch.uint8, torch.uint8]
+    for bad in (plain[0][0][:5], 7):
+        other = flatten([(plain[0][0], bad)])
+        with pytest.raises(StateMismatch, match=r"state\[0\]\[1\] (no|the state of a) torch gen"):
+            restore([torch.cuda], other.skeleton, reader(other))
     monkeypatch.setattr(torch.cuda, "default_generators", generators[:1])
     with pytest.raises(StateMismatch, match=r"state\[0\] has 1 generators, stored is a tuple of 2"):
         restore([torch.cuda], flat.skeleton, reader(flat))
@@ -114,3 +120,15 @@ def test_stored_number_is_no_tuple_of_generators() -> None:
 def test_other_module_is_refused_with_its_path() -> None:
     with pytest.raises(UnsupportedState, match=r"state\['m'\] is a module"):
         flatten({"m": json})
+
+
+def test_generators_of_a_real_device_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    torch: Any = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
+    state = {"cuda": torch.cuda}
+    with _manager(tmp_path) as manager:
+        manager.save(1, state)
+    expected = torch.rand(3, device="cuda").tolist()
+    _manager(tmp_path).resume(state)
+    assert torch.rand(3, device="cuda").tolist() == expected
