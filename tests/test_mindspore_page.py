@@ -127,6 +127,13 @@ def test_examples_of_memory_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (names["found"].step, names["state"]["step"]) == (2, 2)
 
 
+@pytest.mark.parametrize("page", [README, MEMORY], ids=lambda page: page.stem)
+def test_ways_from_other_frameworks_and_back_are_named(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    names = ("from_mindspore", "from_dtr", "from_ascend", "rollback", "snapshot_steps")
+    assert [name for name in names if name not in text] == []
+
+
 @pytest.mark.parametrize("page", [PAGE, MEMORY], ids=lambda page: page.stem)
 def test_links_lead_to_pages(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8"))

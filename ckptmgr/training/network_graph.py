@@ -45,6 +45,8 @@ class NetworkGraph:
 
 def _graph_of(network: Any) -> bytes | None:
     """Return the compiled graph of a MindSpore network; None in PyNative mode."""
-    get_graph = getattr(network, "get_func_graph_proto", None)
-    graph: bytes | None = get_graph() if callable(get_graph) else None
+    get_graph: Any = getattr(network, "get_func_graph_proto", None)
+    if get_graph is None:
+        return None
+    graph: bytes | None = get_graph()
     return graph or None
