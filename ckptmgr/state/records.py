@@ -185,9 +185,34 @@ def _same_key(target: Any, stored: Any) -> Callable[[], object]:
     return lambda: random.wrap_key_data(sys.modules["jax"].numpy.asarray(data), impl=impl)
 
 
+def is_nnx(value: object) -> bool:
+    """Return whether a value is a State, Module or Optimizer of flax.nnx."""
+    nnx: Any = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(value, nnx.State | nnx.Pytree)
+
+
+def _nnx_state(value: Any) -> Any:
+    nnx: Any = sys.modules["flax.nnx"]
+    return value if isinstance(value, nnx.State) else nnx.state(value)
+
+
+def _pure_dict(value: Any) -> object:
+    return sys.modules["flax.nnx"].to_pure_dict(_nnx_state(value))
+
+
+def _with_pure_dict(target: Any, values: Mapping[str, Any]) -> object:
+    nnx: Any = sys.modules["flax.nnx"]
+    state = _nnx_state(target)
+    nnx.replace_by_pure_dict(state, values)
+    if state is not target:
+        nnx.update(target, state)
+    return target
+
+
 JAX_KEY = Record(is_jax_key, _key_content, prepare=_same_key, is_mutable=False)
 _RECORDS = (
     Record(lambda value: isinstance(value, enum.Enum), _member, None, _same_member, False),
+    Record(is_nnx, _pure_dict, _with_pure_dict),
     Record(_is_dataclass, _fields, _with_fields),
     Record(_is_namespace, lambda value: copy.copy(vars(value)), _with_attributes),
     Record(_is_sparse, _sparse_content, prepare=_same_sparse),

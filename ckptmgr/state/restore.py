@@ -42,7 +42,7 @@ from ckptmgr.state.random import (
     global_generators,
     set_generator,
 )
-from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, record_of
+from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
 
 
@@ -149,7 +149,7 @@ class Restorer:
         if is_atom(target) and is_atom(stored):
             return _give(stored)
         match target:
-            case MutableMapping() if isinstance(stored, Mapping):
+            case MutableMapping() if isinstance(stored, Mapping) and not is_nnx(target):
                 self._claim(target, stored, path)
                 return self._plan_mapping(target, stored, path)
             case list() if isinstance(stored, list):

@@ -9,7 +9,7 @@ A state is any nesting of
 * random number generators, and the modules `random`, `numpy.random`, `torch` and `torch.cuda`, each
   for its global generator;
 * dataclasses, `SimpleNamespace`, `argparse.Namespace`, members of an Enum, omegaconf's
-  configurations, and objects with `state_dict()`.
+  configurations, State, Module and Optimizer of flax.nnx, and objects with `state_dict()`.
 
 Its arrays become named tensors that every file format can hold; everything else becomes one line of
 JSON, the skeleton.
@@ -23,8 +23,9 @@ JSON, the skeleton.
 
 Some values come back in another form unless they are restored into one of their kind:
 
-* a named tuple as a plain tuple, a dataclass or namespace as the dict of its fields, a DictConfig or
-  ListConfig as a plain dict or list with its interpolations as text;
+* a named tuple as a plain tuple, a dataclass or namespace as the dict of its fields, an object of
+  flax.nnx as the nested dict of its variables;
+* a DictConfig or ListConfig as a plain dict or list with its interpolations as text;
 * a member of an Enum as its name, of a Flag as its number; a defaultdict without its factory;
 * an object with `state_dict()` as its state dict, a module as its generator, `torch.cuda`
   as the states of its generators, one for each device;
