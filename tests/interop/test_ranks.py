@@ -36,6 +36,7 @@ def msrun(directory: Path, script: Path, argument: str) -> None:
     command += [f"--master_port={port}", f"--log_dir={directory}/log", "--join=True"]
     command += [str(script), argument]
     paths = {"PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    paths["PYTHONSAFEPATH"] = "1"  # beside the script there is a folder named like a library
     subprocess.run(command, env={**os.environ, **paths}, timeout=TIMEOUT_S, check=True)
 
 
