@@ -146,6 +146,20 @@ class HeldDirectories:
             self._leave(path.parent, held)
 
     @contextlib.contextmanager
+    def descriptor(self, path: Path) -> Iterator[int]:
+        """Yield a descriptor of a directory, for calls that read no entries."""
+        with self._mutex:
+            held = self._use(path)
+        if held is None:
+            with self.opened(path) as descriptor:
+                yield descriptor
+            return
+        try:
+            yield held.descriptor
+        finally:
+            self._leave(path, held)
+
+    @contextlib.contextmanager
     def opened(self, path: Path) -> Iterator[int]:
         """Yield a new descriptor of a directory."""
         with self._mutex:

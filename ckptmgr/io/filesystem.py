@@ -20,7 +20,7 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -157,6 +157,10 @@ class FileSystem(Protocol):
         """Remove an empty directory; an OSError when something is in it."""
         ...
 
+    def names(self, path: Path) -> Sequence[str]:
+        """Return the names in a directory."""
+        ...
+
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""
         ...
@@ -229,7 +233,7 @@ class OsFileSystem:
         """Create a new file for writing; FileExistsError when the name is taken."""
         with self._directories.entry(path) as at:
             owner = None
-            if owner_of is not None and not self._keeps_owner:
+            if owner_of is not None and not self._keeps_owner and os.geteuid() == 0:
                 owner = self._owner(owner_of)
             return NewFile(path, mode, dir_fd=at.dir_fd, owner=owner)
 
@@ -267,7 +271,7 @@ class OsFileSystem:
 
     def sync_directory(self, path: Path) -> None:
         """Make the entries of a directory durable."""
-        with self._directories.opened(path) as descriptor:
+        with self._directories.descriptor(path) as descriptor:
             try:
                 with errors_naming(path):
                     os.fsync(descriptor)
@@ -315,6 +319,11 @@ class OsFileSystem:
         with self._directories.entry(path) as at:
             os.rmdir(at.name, dir_fd=at.dir_fd)
 
+    def names(self, path: Path) -> Sequence[str]:
+        """Return the names in a directory."""
+        with self._directories.opened(path) as descriptor:
+            return os.listdir(descriptor)
+
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory, without entries that vanish meanwhile."""
         entries = {}
@@ -338,7 +347,7 @@ class OsFileSystem:
             figures = os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False)
             if stat.S_ISREG(figures.st_mode):
                 return figures
-        with self._directories.opened(path.parent) as descriptor:
+        with self._directories.descriptor(path.parent) as descriptor:
             return os.fstat(descriptor)
 
     def free_bytes(self, path: Path) -> int | None:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 from collections.abc import Iterator
@@ -73,7 +74,7 @@ class ProcProcesses:
 
     def token(self) -> str:
         """Return `<host>-<boot>-<pid>-<start time>`, host and boot hashed."""
-        return f"{self._host()}-{self._boot()}-{os.getpid()}-{self._start_time(os.getpid()) or 0}"
+        return _own_token(self.proc)
 
     def is_dead(self, token: str) -> bool | None:
         """Return whether the process of a token is gone.
@@ -83,35 +84,40 @@ class ProcProcesses:
         parts = token.split("-")
         if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return None
+        own_host, own_boot, _, own_start = self.token().split("-")
         host, boot, pid, start = parts
-        if host != self._host() or self._start_time(os.getpid()) is None:
+        if host != own_host or own_start == "0":
             return None
-        return boot != self._boot() or self._start_time(int(pid)) != int(start)
+        return boot != own_boot or _start_time(self.proc, int(pid)) != int(start)
 
-    def _host(self) -> str:
-        # The pid namespace belongs to the identity: two containers may share the host name and the
-        # boot.
-        namespace = ""
-        with contextlib.suppress(OSError):
-            namespace = str((self.proc / "self/ns/pid").readlink())
-        return _short_hash(f"{os.uname().nodename} {namespace}")
 
-    def _boot(self) -> str:
-        with contextlib.suppress(OSError):
-            return _short_hash((self.proc / "sys/kernel/random/boot_id").read_text())
-        return "0"
+@functools.cache  # neither of these changes while a process lives
+def _own_token(proc: Path) -> str:
+    pid = os.getpid()
+    # The pid namespace belongs to the identity: two containers may share the host name and the
+    # boot.
+    namespace, boot = "", "0"
+    with contextlib.suppress(OSError):
+        namespace = str((proc / "self/ns/pid").readlink())
+    with contextlib.suppress(OSError):
+        boot = _short_hash((proc / "sys/kernel/random/boot_id").read_text())
+    host = _short_hash(f"{os.uname().nodename} {namespace}")
+    return f"{host}-{boot}-{pid}-{_start_time(proc, pid) or 0}"
 
-    def _start_time(self, pid: int) -> int | None:
-        """Return the start of a process in clock ticks since boot; None if gone or a zombie."""
-        try:
-            text = (self.proc / str(pid) / "stat").read_text()
-        except OSError:
-            return None
-        # The second field is the command in parentheses and may itself contain spaces and
-        # parentheses.
-        fields = text.rpartition(")")[2].split()
-        # A zombie is dead: the init process of a container may never wait for orphans.
-        return None if fields[0] in ("Z", "X") else int(fields[19])
+
+os.register_at_fork(after_in_child=_own_token.cache_clear)
+
+
+def _start_time(proc: Path, pid: int) -> int | None:
+    """Return the start of a process in clock ticks since boot; None if gone or a zombie."""
+    try:
+        text = (proc / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may itself contain spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    # A zombie is dead: the init process of a container may never wait for orphans.
+    return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def describe_owner() -> str:

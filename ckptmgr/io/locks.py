@@ -108,15 +108,19 @@ def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
     """Return a descriptor of a lock file, and whether this process has the lock."""
     while True:
         try:
-            descriptor = _opened(path, dir_fd)
+            descriptor, is_new = _opened(path, dir_fd)
         except FileExistsError:
             continue  # another process was faster
         try:
-            _check_owner(path, os.fstat(descriptor), _folder(path, dir_fd))
+            folder = path.parent.stat() if dir_fd is None else os.fstat(dir_fd)
+            if is_new:
+                adopt_owner(descriptor, folder)
+            figures = os.fstat(descriptor)
+            _check_owner(path, figures, folder)
             _flock(descriptor, path)
-            named, figures = _status(path, dir_fd), os.fstat(descriptor)
-            if os.path.samestat(named, figures) and figures.st_nlink > 1:
-                raise _refusal(path, figures, f"has {figures.st_nlink} names (hard links)")
+            named = _status(path, dir_fd)
+            if os.path.samestat(named, figures) and named.st_nlink > 1:
+                raise _refusal(path, named, f"has {named.st_nlink} names (hard links)")
         except BlockingIOError:
             return descriptor, False
         except FileNotFoundError:
@@ -132,8 +136,8 @@ def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
         os.close(descriptor)
 
 
-def _opened(path: Path, dir_fd: int | None) -> int:
-    """Open a lock file, or create it.
+def _opened(path: Path, dir_fd: int | None) -> tuple[int, bool]:
+    """Open a lock file, or create it; return its descriptor and whether it is new.
 
     Raises:
         FileExistsError: Another process creates it meanwhile.
@@ -141,25 +145,20 @@ def _opened(path: Path, dir_fd: int | None) -> int:
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return above_standard_streams(open_entry(path, flags, dir_fd=dir_fd))
+        return above_standard_streams(open_entry(path, flags, dir_fd=dir_fd)), False
     except FileNotFoundError:
-        descriptor = open_entry(path, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
+        flags |= os.O_CREAT | os.O_EXCL
+        return above_standard_streams(open_entry(path, flags, dir_fd=dir_fd)), True
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             figures = _status(path, dir_fd)
             raise _refusal(path, figures, f"is {_kind_of(figures)}") from error
         raise
-    adopt_owner(descriptor, _folder(path, dir_fd))
-    return above_standard_streams(descriptor)
 
 
 def _status(path: Path, dir_fd: int | None) -> os.stat_result:
     name = path if dir_fd is None else path.name
     return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-
-
-def _folder(path: Path, dir_fd: int | None) -> os.stat_result:
-    return path.parent.stat() if dir_fd is None else os.fstat(dir_fd)
 
 
 def _check_owner(path: Path, figures: os.stat_result, folder: os.stat_result) -> None:

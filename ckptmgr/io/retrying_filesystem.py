@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -46,6 +46,10 @@ class RetryingFileSystem:
         """Open a regular file for reading."""
         file = self.retry(self.disk.open, path, is_uncached=is_uncached)
         return RetryingFile(file, self)
+
+    def names(self, path: Path) -> Sequence[str]:
+        """Return the names in a directory."""
+        return self.retry(self.disk.names, path)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""

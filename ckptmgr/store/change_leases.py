@@ -22,7 +22,7 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
         StoreLocked: Another process is writing it.
     """
     with store.lease(name):
-        if any(_is_left(found, name) for found in store.fs.list(store.directory)):
+        if any(_is_left(found, name) for found in store.fs.names(store.directory)):
             store.recover(name)
         yield
 

@@ -27,6 +27,7 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.shard_names import ShardName, is_set_name, parse_shard_name, set_stem
+from ckptmgr.core.trust import Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileStatus
@@ -268,6 +269,7 @@ class _Listing:
         self._processes = processes
         self._directory = files.directory
         self._entries = entries
+        self._temps = [name for name in entries if parse_temp(name) is not None]
         self._known = known
         self._is_alone = is_alone
 
@@ -285,9 +287,8 @@ class _Listing:
             elif parse_shard_name(name) is not None:
                 continue
             elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                path, is_strict = self._directory / name, self._files.trust.is_strict
-                if self._is_alone or not self._is_strategy(path):
-                    found.append(bare_file(path, status, is_strict=is_strict))
+                if self._is_alone or not self._is_strategy(self._directory / name):
+                    found.append(self._without_manifest(name, status))
             elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
         found += [self._without_data(one, found) for one in lone]
@@ -307,11 +308,18 @@ class _Listing:
         except (FormatError, OSError):
             return False
 
+    def _without_manifest(self, name: str, status: FileStatus) -> Checkpoint:
+        path = self._directory / name
+        if any(self._files.in_temp(temp, name, trust=Trust()) for temp in self._temps):
+            problem = "the manifest of its interrupted save has no name"
+            return entry_of(path, status, State.LEFTOVER, problem)
+        return bare_file(path, status, is_strict=self._files.trust.is_strict)
+
     def _without_data(self, lone: LoneManifest, found: Sequence[Checkpoint]) -> Checkpoint:
         name = lone.manifest.name
         path, status = self._directory / name, self._entries[manifest_name(name)]
         if not self._is_alone and lone.newer_in(found) is None:
-            temps = [temp for temp in self._entries if is_temp_of(temp, name)]
+            temps = [temp for temp in self._temps if is_temp_of(temp, name)]
             if any(self._is_live(temp) for temp in temps):
                 return entry_of(path, status, State.WRITING, _BEING_WRITTEN)
             is_saved = any(lone.is_completed_by(self._files, temp) for temp in temps)

@@ -37,13 +37,17 @@ _SPACE_MARGIN_BYTES = 1 << 20
 
 
 class Replaced(NamedTuple):
-    """The file that has the name of a new one: the content of its manifest, and its manifest."""
+    """The file that has the name of a new one: the content of its manifest, and its manifest.
+
+    `is_described` is also true where there is a manifest without such a file.
+    """
 
     content: ManifestContent | None
     manifest: Manifest | None
+    is_described: bool
 
 
-NOTHING_REPLACED = Replaced(content=None, manifest=None)
+NOTHING_REPLACED = Replaced(content=None, manifest=None, is_described=False)
 
 
 class NewDataFile:
@@ -140,12 +144,16 @@ class NewDataFile:
         # Read permissions of the old manifest hold until the swap, and after an undone swap.
         during = mode if before is None else before.mode
         try:
-            # A power cut that the manifest survives must not lose the temporary file: without it
-            # the manifest would be one whose data is missing.
-            fs.sync_directory(directory)
-            manifests.put(replace(manifest, replaces=old), series=self._series, mode=during)
-            fs.sync_directory(directory)
-            manifests.leases.check(self._series, self._name)
+            # The sync of the names: a power cut that the manifest survives must lose neither the
+            # temporary file, without which its data would be missing, nor the old file as it is
+            # described. One that only the data survives must not lose the temporary manifest.
+            manifests.put(
+                replace(manifest, replaces=old), series=self._series, mode=during, syncs_names=True
+            )
+            if old is not None or self._replaced.is_described:
+                # Beside the old manifest the new data would be damage.
+                fs.sync_directory(directory)
+                manifests.leases.check(self._series, self._name)
             fs.replace(self._temp, directory / self._name)
         except BaseException:
             # An interrupt, or a reply lost by a file server, also occurs after a completed rename.
@@ -164,8 +172,8 @@ class NewDataFile:
         # file stays: it may be the only good one.
         fs.sync_directory(directory)
         if old is not None:
+            # Without a sync: until the next one the manifest of both sides describes the new data.
             manifests.put(manifest, series=self._series, mode=mode)
-            fs.sync_directory(directory)
 
     def _is_there(self) -> bool:
         return _may_exist(self._fs, self._temp)
@@ -254,11 +262,11 @@ class Publisher:
         and for a file whose manifest this writer cannot prove; the placeholder preserves the
         original.
         """
-        before = self._manifests.content(name)
         status = self._fs.status(self._directory / name)
         if status is None:
-            return Replaced(content=before, manifest=None)
-        self._fs.sync_directory(self._directory)
+            is_described = _may_exist(self._fs, self._directory / manifest_name(name))
+            return NOTHING_REPLACED._replace(is_described=is_described)
+        before = self._manifests.content(name)
         try:
             manifest = self._manifests.read_proven(name)
         except CkptmgrError:
@@ -268,7 +276,7 @@ class Publisher:
             is_proven = not manifest.is_placeholder
             text = before.text if is_proven else self._manifests.text_to_preserve(before, name)
             manifest = replace(manifest, preserved=text)
-        return Replaced(content=before, manifest=manifest)
+        return Replaced(content=before, manifest=manifest, is_described=True)
 
     def _placeholder(self, name: str, status: FileStatus) -> Manifest:
         bare = bare_file(self._directory / name, status)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
@@ -51,16 +52,20 @@ def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> 
     """
     done = []
     with fs.hold_directory(directory):
-        names = fs.list(directory)
-        manifested = (
-            name.removesuffix(manifests.SUFFIX) for name in names if name.endswith(manifests.SUFFIX)
-        )
-        lone = [name for name in manifested if name not in names]
+        names = set(fs.names(directory))
+        # Also those of the manifests that published files lack.
+        kept = [
+            one.removesuffix(manifests.SUFFIX)
+            if one.endswith(manifests.SUFFIX)
+            else manifest_name(one)
+            for one in names
+        ]
+        kept = [one for one in kept if one not in names]
         for name in sorted(names):
             parts = parse_temp(name)
-            if any(is_temp_of(name, one) for one in lone):
+            if parts is None or any(is_temp_of(name, one) for one in kept):
                 continue
-            if parts is not None and processes.is_dead(parts[0]) is True:
+            if processes.is_dead(parts[0]) is True:
                 unlink_if_present(fs, directory / name)
                 done.append(f"removed {name}, left by an interrupted save")
     return done
@@ -77,12 +82,14 @@ class _Recovery:
         self._series = series
         self._now_s = now_s
         self._found: list[Checkpoint] | None = None
+        self._dead_temps: list[str] = []
 
     def run(self) -> list[str]:
         if self._fs.status(self._directory) is None:
             return []
         entries = self._fs.list(self._directory)
         self._remove_leases(entries)
+        self._dead_temps = [name for name in entries if self._is_dead_temp(name)]
         # Temporary files are removed last, when the removal of their manifests is durable: they
         # show that the manifests are leftovers.
         visible = sorted(name for name in entries if not name.startswith("."))
@@ -105,7 +112,12 @@ class _Recovery:
 
     def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
         """Yield the repairs that one name needs."""
-        if self._is_dead_temp(name):
+        if manifest_name(name) not in entries:
+            for temp in self._dead_temps:
+                new = self._files.in_temp(temp, name, trust=self._files.trust.strict)
+                if new is not None:
+                    yield partial(self._remove_uncommitted, new)
+        if name in self._dead_temps:
             yield lambda: self._remove_temp(name, entries)
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
             return
@@ -152,8 +164,15 @@ class _Recovery:
         return self._found
 
     def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:
-        """Remove a temporary file, but not beside an unproven manifest: it would look missing."""
+        """Remove a temporary file, but not where the data or manifest beside it would mislead.
+
+        Without it that manifest would look like one whose data is missing, or that data like a file
+        without a manifest.
+        """
         for one in entries:
+            is_described = manifest_name(one) in entries
+            if not is_described and self._files.in_temp(name, one, trust=Trust()):
+                return None
             data_name = one.removesuffix(manifests.SUFFIX)
             if one != data_name and data_name not in entries and is_temp_of(name, data_name):
                 with contextlib.suppress(CkptmgrError):
@@ -161,6 +180,14 @@ class _Recovery:
                     if claimed and LoneManifest(claimed).is_completed_by(self._files, name):
                         return None
         return self._remove(name, "left by an interrupted save")
+
+    def _remove_uncommitted(self, manifest: Manifest) -> str | None:
+        """Remove data whose manifest has no name yet, unless it was saved meanwhile."""
+        with self._leases_of(manifest) as is_held:
+            path = self._directory / manifest_name(manifest.name)
+            if not is_held or self._fs.status(path) is not None:
+                return None
+            return self._remove(manifest.name, "left by an interrupted save")
 
     def _remove(self, name: str, why: str) -> str:
         unlink_if_present(self._fs, self._directory / name)

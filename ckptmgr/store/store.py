@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """One directory of checkpoints: its listing, and the only ways to change it.
 
-Publishing, in this order: data written and synced under a temporary name; directory synced;
-manifest published; directory synced; data renamed (the commit point); directory synced. Before the
-rename the checkpoint does not exist, afterwards it is whole. When a name is overwritten, the new
-manifest also describes the old data until the swap is durable, so at every instant the name
-verifies.
+Publishing, in this order: data and manifest written and synced under temporary names; directory
+synced; manifest renamed; data renamed (the commit point); directory synced. Before the last rename
+the checkpoint does not exist, afterwards it is whole. Data that a power cut leaves without its
+manifest, because the disk reordered the two renames, is not committed: its manifest is still in the
+temporary file, and recovery removes it. When a name is overwritten, the directory is also synced
+between the renames. The new manifest then also describes the old data until the swap is durable, so
+at every instant the name verifies.
 
 Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked;
-directory synced. A half-removed checkpoint is a manifest without data that is older than a whole
+directory synced. Retention after a durable save leaves out the first and the last of these syncs.
+A half-removed checkpoint is a manifest without data that is older than a whole
 one: a leftover. A newer manifest without its data in a temporary file results from neither order:
 its data is missing (see `lone_manifests`).
 
@@ -286,8 +289,9 @@ class Store:
 
         Args:
             checkpoints: The checkpoints to remove.
-            staying: The other checkpoints, where the caller has just listed them; None to list
-                them.
+            staying: The other checkpoints, where the caller has just listed them after a durable
+                save; None to list them. A power cut may then bring back what is removed last: the
+                manifest, or the files of ranks, which are leftovers.
 
         Raises:
             StoreLocked: A lease is lost; nothing was removed.
@@ -295,7 +299,7 @@ class Store:
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
         with defer_signals(), self.unchanged(checkpoints) as held:
-            return held.failures + self._remove(held.checkpoints)
+            return held.failures + self._remove(held.checkpoints, is_after_save=staying is not None)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
         """Remove durably a checkpoint of which another one of the directory is a proven copy.
@@ -310,10 +314,13 @@ class Store:
         for error in self._remove([checkpoint]):
             raise error
 
-    def _remove(self, checkpoints: Sequence[Checkpoint]) -> list[Exception]:
+    def _remove(
+        self, checkpoints: Sequence[Checkpoint], *, is_after_save: bool = False
+    ) -> list[Exception]:
         failures: list[Exception] = []
         removed: list[Path] = []
-        if checkpoints:
+        if checkpoints and not is_after_save:
+            # What stays may be visible, but not durable.
             self.fs.sync_directory(self.directory)
         for checkpoint in checkpoints:
             first, then = files_of(checkpoint)
@@ -323,13 +330,15 @@ class Store:
             except OSError as error:
                 failures.append(error)
         if removed:
+            # Data that comes back without its manifest would be a file that nothing vouches for.
             self.fs.sync_directory(self.directory)
         for path in removed:
             try:
                 unlink_if_present(self.fs, path)
             except OSError as error:
                 failures.append(error)
-        if removed:
+        if removed and not is_after_save:
+            # The next save syncs the directory otherwise.
             self.fs.sync_directory(self.directory)
         return failures
 

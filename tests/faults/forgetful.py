@@ -19,6 +19,7 @@ class Forgotten(enum.Enum):
     NOTHING = "nothing"
     DATA_SYNC = "data written"
     MANIFEST_SYNC = "manifest written"
+    SYNC_BEFORE_MANIFEST = "manifest created"
     SYNC_BEFORE_COMMIT = "manifest published"
     SYNC_AFTER_COMMIT = "data published"
     SYNC_AFTER_REMOVAL = "data removed"
@@ -40,6 +41,8 @@ class ForgetfulDisk(FailingDisk):
         if self._forgotten is Forgotten.PUBLISH_BEFORE_DELETE and not _is_manifest(path):
             self._delete_all()
         file = super().create(path, mode=mode, owner_of=owner_of)
+        if _is_manifest(path):
+            self._last_change = Forgotten.SYNC_BEFORE_MANIFEST
         kind = Forgotten.MANIFEST_SYNC if _is_manifest(path) else Forgotten.DATA_SYNC
         return _Unsynced(file) if kind is self._forgotten else file
 

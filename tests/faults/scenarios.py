@@ -159,6 +159,25 @@ def keep_only_newest(trainer: Trainer) -> None:
     store.remove(whole[:-1])
 
 
+def overwrites_of_third(wrap: Wrap = as_it_is) -> Iterator[Crash]:
+    """Yield what a power cut in an overwrite may leave, of a file whose save died after its rename."""
+
+    def run(disk: ModelDisk) -> None:
+        Trainer(disk, fs=wrap(disk)).overwrite(THREE, 31.0, step=3)
+        disk.acknowledge("overwritten")
+
+    deaths = every_kill(NEXT_SAVE.start(None), NEXT_SAVE.runner(None, as_it_is))
+    renamed = next(death.disk for death in deaths if death.disk.status(RUNS / THREE))
+    return every_crash(renamed, run, order=Order.WEAK, tears=0)
+
+
+def check_third(crash: Crash) -> None:
+    """Check a disk of `overwrites_of_third`."""
+    is_new = "overwritten" in crash.disk.acknowledged
+    third = {THREE: [31.0] if is_new else [30.0, 31.0]}
+    check_after_fault(crash.disk, must={**OLD, **third} if is_new else OLD, may=third)
+
+
 def first_broken(crashes: Iterable[Crash], check: Callable[[Crash], None]) -> str | None:
     """Return what the first crash left whose check fails, or None; equal disks are checked once."""
     seen = set()

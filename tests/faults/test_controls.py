@@ -13,8 +13,10 @@ from tests.faults.scenarios import (
     OVERWRITE,
     RETENTION,
     Scenario,
+    check_third,
     first_broken,
     keep_only_newest,
+    overwrites_of_third,
     resume,
 )
 from tests.faults.training import Trainer, check_after_fault
@@ -29,7 +31,7 @@ CONTROLS = [
     (Forgotten.DATA_SYNC, OVERWRITE, BOTH),
     (Forgotten.MANIFEST_SYNC, NEXT_SAVE, BOTH),
     (Forgotten.MANIFEST_SYNC, OVERWRITE, BOTH),
-    (Forgotten.SYNC_BEFORE_COMMIT, NEXT_SAVE, ONLY_WEAK),
+    (Forgotten.SYNC_BEFORE_MANIFEST, NEXT_SAVE, ONLY_WEAK),
     (Forgotten.SYNC_BEFORE_COMMIT, OVERWRITE, ONLY_WEAK),
     (Forgotten.SYNC_AFTER_COMMIT, NEXT_SAVE, BOTH),
     (Forgotten.SYNC_AFTER_COMMIT, OVERWRITE, ONLY_WEAK),
@@ -68,6 +70,11 @@ def test_overwrite_that_trusts_what_it_sees_is_caught() -> None:
     wrap = forgetting(Forgotten.SYNC_BEFORE_ACTING)
     crashes = OVERWRITE.crashes_after_death(None, Order.WEAK, overwrite_again, wrap)
     assert first_broken(crashes, check) is not None
+
+
+def test_overwrite_that_trusts_a_save_that_died_is_caught() -> None:
+    crashes = overwrites_of_third(forgetting(Forgotten.SYNC_BEFORE_MANIFEST))
+    assert first_broken(crashes, check_third) is not None
 
 
 def test_removal_that_trusts_what_it_sees_is_caught() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from ckptmgr.core.model import State
 from tests.faults.scenarios import (
     NEXT_SAVE,
     ONE,
@@ -13,12 +14,23 @@ from tests.faults.scenarios import (
     SCENARIOS,
     TWO,
     as_it_is,
+    check_third,
     first_broken,
     keep_only_newest,
+    overwrites_of_third,
     put_bare,
     resume,
 )
-from tests.faults.training import KEY, KEYS, Content, Trainer, check_after_fault, disk_with
+from tests.faults.training import (
+    KEY,
+    KEYS,
+    RUNS,
+    Content,
+    Trainer,
+    check_after_fault,
+    disk_with,
+    value_of,
+)
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
@@ -108,10 +120,42 @@ def test_overwrite_after_an_interrupted_overwrite_keeps_one_of_the_three() -> No
     assert first_broken(crashes, check) is None
 
 
+def test_overwrite_after_a_save_that_died_keeps_what_it_found_or_is_whole() -> None:
+    assert first_broken(overwrites_of_third(), check_third) is None
+
+
+def test_save_beside_a_manifest_whose_data_is_missing_is_absent_or_whole() -> None:
+    def save(disk: ModelDisk) -> None:
+        Trainer(disk).overwrite(TWO, 21.0, step=2)
+
+    def check(crash: Crash) -> None:
+        with Trainer(crash.disk).manager() as manager:
+            listed = [one for one in manager.checkpoints() if one.state is State.OK]
+            assert {value_of(manager.load(one)) for one in listed} <= {10.0, 21.0}
+
+    disk = disk_with(10.0, 20.0)
+    disk.unlink(RUNS / TWO)
+    disk.settle()
+    assert first_broken(every_crash(disk, save, order=Order.WEAK), check) is None
+
+
 def test_removal_after_a_death_does_not_trust_what_is_not_durable() -> None:
     def check(crash: Crash) -> None:
         assert any(c.is_countable for c in Trainer(crash.disk).store().scan())
         check_after_fault(crash.disk, must={}, may=NEXT_SAVE.may)
 
     crashes = NEXT_SAVE.crashes_after_death(None, Order.WEAK, keep_only_newest)
+    assert first_broken(crashes, check) is None
+
+
+def test_what_was_removed_does_not_come_back() -> None:
+    def remove(disk: ModelDisk) -> None:
+        keep_only_newest(Trainer(disk))
+        disk.acknowledge("removed")
+
+    def check(crash: Crash) -> None:
+        names = {name for name in crash.disk.list(RUNS) if name.startswith(ONE)}
+        assert not names or not crash.disk.acknowledged
+
+    crashes = every_crash(disk_with(10.0, 20.0), remove, order=Order.WEAK)
     assert first_broken(crashes, check) is None

@@ -16,16 +16,20 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
 from ckptmgr.core.errors import StoreLocked
+from ckptmgr.core.model import State
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import add_worker_text, lock_descriptor
 from ckptmgr.maintenance.prune import carry_out, propose, undo
 from ckptmgr.policy.text import parse_policy
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store import trash
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
+from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
-from tests.support.saved import save_run
+from tests.support.saved import items, save_run
 from tests.support.surface import Loop
 
 in_every_mode = pytest.mark.parametrize("mode", [False, "thread", "process"])
@@ -163,19 +167,23 @@ def test_save_that_loses_the_lease_between_manifest_and_data_leaves_the_other_al
     class Late(HostAlone):
         def sync_directory(self, path: Path) -> None:
             super().sync_directory(path)
-            if (path / "ckpt-2.ckpt.manifest.json").exists() and not (
-                path / "ckpt-2.ckpt"
-            ).exists():
-                there._writer.open()
+            if '"replaces": {' in manifest.read_text():
+                there.open()
 
-    there = CheckpointManager(tmp_path, fs=HostAlone())
-    here = CheckpointManager(tmp_path, fs=Late())
-    here.save(1, {"w": 1})
+    def writer(fs: HostAlone) -> SeriesWriter:
+        store = Store(tmp_path, fs=fs)
+        return SeriesWriter(store, "net", options=SaveOptions(), clock=lambda: 1_772_359_200.0)
+
+    (data,) = save_run(tmp_path, [1])
+    before, manifest = data.read_bytes(), tmp_path / manifest_name(data.name)
+    there, here = writer(HostAlone()), writer(Late())
     with pytest.raises(StoreLocked, match="has taken it"):
-        here.save(2, {"w": 2})
-    assert not (tmp_path / "ckpt-2.ckpt").exists()
-    there.save(2, {"w": -2})
-    assert there.load("latest") == {"w": -2}
+        here.save(data.name, items(2.0), SaveFacts(step=1))
+    assert data.read_bytes() == before
+    there.save(data.name, items(3.0), SaveFacts(step=1))
+    assert [one.state for one in Store(tmp_path).scan()] == [State.OK]
+    here.close()
+    there.close()
 
 
 def test_callback_that_has_lost_the_lease_raises(tmp_path: Path) -> None:

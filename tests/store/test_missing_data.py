@@ -15,10 +15,13 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resumption
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.core.model import State
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.series.candidates import Skipped
 from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.name_leases import hold_name
+from ckptmgr.store.recovery import remove_dead_temps
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run, run_json
@@ -323,3 +326,69 @@ def test_values_are_those_of_the_step(tmp_path: Path) -> None:
         state = {"w": np.zeros(4)}
         manager.resume(state)
     assert state["w"].tolist() == [1.0] * 4
+
+
+def left_without_manifest(directory: Path) -> Path:
+    """Leave data whose manifest is in a temporary file, as a disk may that reorders renames."""
+    token = f"{ProcProcesses().token().rpartition('-')[0]}-1"
+    manifest = directory / manifest_name(TWENTY)
+    return manifest.rename(directory / temp_name(manifest.name, token=token, series="ckpt"))
+
+
+@with_and_without_key
+def test_data_whose_manifest_has_no_name_yet_is_left_by_a_save(
+    tmp_path: Path, key: bytes | None
+) -> None:
+    save(tmp_path, 10, 20, key=key)
+    left_without_manifest(tmp_path)
+    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    found = resumed(tmp_path, key)
+    assert (found.step, found.skipped, found.doubt) == (10, (), None)
+    assert set(states(tmp_path)) == {TEN}
+    assert not [*tmp_path.glob(".*.tmp")]
+
+
+@with_and_without_key
+def test_data_stays_a_leftover_where_the_manifest_without_a_name_is_not_proven(
+    tmp_path: Path, key: bytes | None
+) -> None:
+    save(tmp_path, 10, 20, key=key)
+    temp = left_without_manifest(tmp_path)
+    config = CheckpointConfig(enc_key=b"o" * 32)
+    with CheckpointManager(tmp_path, config, allow_unencrypted=key is None) as manager:
+        manager.resume({"step": 0}) if key is None else manager.save(30, {"step": 30})
+    assert temp.exists()
+    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+
+
+def test_file_without_a_manifest_stays_beside_the_manifest_of_other_data(tmp_path: Path) -> None:
+    save(tmp_path, 10, 20)
+    temp = left_without_manifest(tmp_path)
+    shutil.copy(tmp_path / TEN, tmp_path / "other")
+    (tmp_path / "other").replace(tmp_path / TWENTY)
+    assert states(tmp_path)[TWENTY] is State.UNVERIFIED
+    resumed(tmp_path)
+    assert (tmp_path / TWENTY).exists()
+    assert not temp.exists()
+
+
+def test_data_that_another_process_saves_stays_beside_the_manifest_without_a_name(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 10, 20)
+    left_without_manifest(tmp_path)
+    with hold_name(OsFileSystem(), tmp_path, TWENTY):
+        assert resumed(tmp_path).step == 10
+        assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    assert resumed(tmp_path).step == 10
+    assert TWENTY not in states(tmp_path)
+
+
+def test_reaping_after_a_worker_keeps_the_manifest_that_published_data_lacks(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path, 10, 20)
+    temp = left_without_manifest(tmp_path)
+    store = Store(tmp_path)
+    assert remove_dead_temps(store.fs, tmp_path, store.processes) == []
+    assert temp.exists()

@@ -14,7 +14,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,6 +161,11 @@ class FailingDisk:
         """Remove an empty directory."""
         self._meet("remove_directory", path)
         self._disk.remove_directory(path)
+
+    def names(self, path: Path) -> Sequence[str]:
+        """Return the names in a directory."""
+        self._meet("list", path)
+        return self._disk.names(path)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return the entries of a directory."""

@@ -7,7 +7,7 @@ import contextlib
 import errno
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,6 +221,11 @@ class ModelDisk:
             directory, name, _ = self._image.locate(path)
             self._record("rmdir", path)
             self._image = self._image.with_entry(directory, name, None)
+
+    def names(self, path: Path) -> Sequence[str]:
+        """Return the names in a directory."""
+        with self._powered():
+            return [*self._image.names_in(self._image.resolve_directory(path))]
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""

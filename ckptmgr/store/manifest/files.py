@@ -48,15 +48,26 @@ class ManifestFiles(ManifestReader):
             return "authenticated"
         return "signed" if has_signature and signing_key is None else None
 
-    def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
+    def put(
+        self, manifest: Manifest, *, series: str, mode: int | None, syncs_names: bool = False
+    ) -> None:
         """Replace a manifest atomically; sync the directory to make its name durable.
 
-        With `mode=None` it keeps its permission bits.
+        With `mode=None` it keeps its permission bits. With `syncs_names` the directory is synced
+        before the manifest gets its name.
         """
         data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
         mode = self._mode_of(target) if mode is None else mode
-        self.write(target, data, series=series, mode=mode, is_durable=True)
+        with defer_signals():
+            temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
+            try:
+                if syncs_names:
+                    self.fs.sync_directory(self.directory)
+            except BaseException:
+                discard(self.fs, temp)
+                raise
+            self.rename_leased(temp, target, series, manifest.name)
 
     def reauthenticate(
         self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None

@@ -14,6 +14,7 @@ from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import pause_before_retry
+from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.real_files import no_regular_file
@@ -157,6 +158,23 @@ class ManifestReader:
         except FileNotFoundError:
             return None
         return manifests.decode(data, path=path, trust=trust)
+
+    def in_temp(self, temp: str, data_name: str, *, trust: Trust) -> Manifest | None:
+        """Return the manifest in a temporary file if it describes data that has its name; reads it.
+
+        A power cut leaves such data where the disk reorders renames: the save got no further. None
+        for a manifest that is not proven; `Trust()` checks no proof.
+        """
+        path = self.directory / manifest_name(data_name)
+        if not is_temp_of(temp, path.name):
+            return None
+        try:
+            data = self._content(self.directory / temp)
+            manifest = manifests.decode(data, path=path, trust=trust)
+            is_new = manifest.replaces is None and not manifest.shards
+            return manifest if is_new and self._describes_data(manifest.file) else None
+        except (CkptmgrError, OSError):
+            return None
 
     def _content(self, path: Path) -> bytes:
         try:
