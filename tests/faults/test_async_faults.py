@@ -619,7 +619,7 @@ def on_log(text: str, call: Callable[[], None]) -> Iterator[None]:
     assert calls
 
 
-MOMENTS = [("pwrite", 3), ("fsync", 8), ("fsync", 9), ("fsync", 10), ("replace", 3), ("replace", 4)]
+MOMENTS = [("pwrite", 3), ("fsync", 7), ("fsync", 8), ("fsync", 9), ("replace", 3), ("replace", 4)]
 
 
 @pytest.mark.parametrize(("operation", "call"), MOMENTS)
