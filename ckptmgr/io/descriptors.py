@@ -131,8 +131,9 @@ class HeldDirectories:
     @contextlib.contextmanager
     def entry(self, path: Path) -> Iterator[DirectoryEntry]:
         """Yield the entry for a path; errors within the block name the whole path."""
+        directory = path.parent
         with self._mutex:
-            held = self._use(path.parent)
+            held = self._use(directory)
         if held is None:
             yield DirectoryEntry(os.fspath(path), None)
             return
@@ -143,7 +144,7 @@ class HeldDirectories:
                 error.filename = os.fspath(path)
             raise
         finally:
-            self._leave(path.parent, held)
+            self._leave(directory, held)
 
     @contextlib.contextmanager
     def descriptor(self, path: Path) -> Iterator[int]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
+from tests.faults.training import RUNS, Trainer, disk_with, name_of, state_of
+from tests.support.crashmodel import ModelDisk, Operation
 from tests.support.saved import items
 
 NAME = "net-1_1.ckpt"
@@ -83,3 +86,28 @@ def test_save_that_cannot_be_described_leaves_no_file(tmp_path: Path) -> None:
         manager.save(1, {"w": np.zeros(4)})
     manager.close()
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lease"] == []
+
+
+@pytest.mark.parametrize(("keep", "syncs"), [("all", 4), ("last(1)", 5)])
+def test_save_under_a_new_name_makes_4_syncs_and_one_more_with_retention(
+    keep: str, syncs: int
+) -> None:
+    disk = ModelDisk()
+    with Trainer(disk, keep=keep).manager() as manager:
+        manager.save(1, state_of(1.0))
+        before = len(disk.operations)
+        manager.save(2, state_of(2.0))
+        assert len(syncs_in(disk.operations[before:])) == syncs
+
+
+def test_overwrite_makes_6_syncs() -> None:
+    disk = disk_with(1.0)
+    before = len(disk.operations)
+    Trainer(disk).overwrite(name_of(1), 2.0)
+    assert len(syncs_in(disk.operations[before:])) == 6
+
+
+def syncs_in(operations: Sequence[Operation]) -> list[Operation]:
+    """Return the syncs in the run directory, whose parent only a model disk syncs in each save."""
+    kinds = ("sync", "sync_directory")
+    return [one for one in operations if one.kind in kinds and one.path != RUNS.parent]
