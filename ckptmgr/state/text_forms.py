@@ -40,6 +40,9 @@ class _TextForm(NamedTuple):
 def _with_fold(value: datetime | time) -> str:
     if value.tzinfo is not None and isinstance(value, time) and value.utcoffset() is None:
         raise ValueError("has a time zone whose offset depends on the date")
+    offset = value.utcoffset()
+    if offset and abs(offset) < timedelta(seconds=1):  # fromisoformat takes it for UTC
+        raise ValueError("has a time zone less than a second from UTC")
     return value.isoformat() + (_FOLD if value.fold else "")
 
 

@@ -24,7 +24,7 @@ from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader, round_trip, same
 
 OFFSETS = st.timedeltas(timedelta(hours=-23, minutes=-59), timedelta(hours=23, minutes=59)).map(
-    timezone
+    lambda offset: timezone(offset if abs(offset) >= timedelta(seconds=1) else timedelta())
 )
 ZONES = st.none() | OFFSETS
 NOTHING: dict[str, np.ndarray] = {}
@@ -129,9 +129,13 @@ def test_time_zone_comes_back_as_its_offset() -> None:
         (Decimal("1" * 1001), "more than 1000 digits"),
         (range(2**63), "bounds or a step beyond 64 bits"),
         (time(1, tzinfo=ZoneInfo("Europe/Berlin")), "a time zone whose offset depends on the date"),
+        (
+            datetime(2026, 1, 1, tzinfo=timezone(timedelta(microseconds=-1))),
+            "a time zone less than a second from UTC",
+        ),
         (Path("a" * 70_000), "more than 65536 characters"),
     ],
-    ids=["exponent", "digits", "range", "zone", "path"],
+    ids=["exponent", "digits", "range", "zone", "offset", "path"],
 )
 def test_value_beyond_its_text_form_is_refused_with_its_path(value: object, problem: str) -> None:
     with pytest.raises(
