@@ -29,12 +29,6 @@ from ..slots.public import (
     x25519_recipient,
 )
 
-_mlkem: ModuleType | None
-try:
-    _mlkem = import_module("cryptography.hazmat.primitives.asymmetric.mlkem")
-except ImportError:  # cryptography before 48
-    _mlkem = None
-
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.mlkem import (
         MLKEM768PrivateKey,
@@ -85,9 +79,10 @@ def generate_pair(key_type: str) -> tuple[bytes, bytes]:
     """
     keys: list[_PrivateKey] = [X25519PrivateKey.generate()]
     if key_type == "mlkem768-x25519":
-        if _mlkem is None:
+        mlkem = _mlkem()
+        if mlkem is None:
             raise needs_newer("ML-KEM keys", 48)
-        keys.insert(0, _mlkem.MLKEM768PrivateKey.generate())
+        keys.insert(0, mlkem.MLKEM768PrivateKey.generate())
     private = b"".join(
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -112,7 +107,7 @@ def _private(block: bytes) -> _PrivateKey:
         raise _is_of_another_kind() from None
     except (ValueError, TypeError):
         raise KeySourceError(
-            "the file holds no private key in PEM, or one with a passphrase", hint=_HINT
+            "the file holds no private key in PEM, or one with a passphrase", hint=_hint()
         ) from None
     if isinstance(key, X25519PrivateKey | RSAPrivateKey) or _is_mlkem_private(key):
         return key
@@ -125,18 +120,28 @@ def _public(block: bytes) -> _PublicKey:
     except UnsupportedAlgorithm:
         raise _is_of_another_kind() from None
     except ValueError:
-        raise KeySourceError("the file holds no public key in PEM", hint=_HINT) from None
+        raise KeySourceError("the file holds no public key in PEM", hint=_hint()) from None
     if isinstance(key, X25519PublicKey | RSAPublicKey) or _is_mlkem_public(key):
         return key
     raise _is_of_another_kind()
 
 
+def _mlkem() -> ModuleType | None:
+    """Return the module of ML-KEM, or None with cryptography before 48."""
+    try:
+        return import_module("cryptography.hazmat.primitives.asymmetric.mlkem")
+    except ImportError:
+        return None
+
+
 def _is_mlkem_private(key: object) -> TypeGuard[MLKEM768PrivateKey]:
-    return _mlkem is not None and isinstance(key, _mlkem.MLKEM768PrivateKey)
+    mlkem = _mlkem()
+    return mlkem is not None and isinstance(key, mlkem.MLKEM768PrivateKey)
 
 
 def _is_mlkem_public(key: object) -> TypeGuard[MLKEM768PublicKey]:
-    return _mlkem is not None and isinstance(key, _mlkem.MLKEM768PublicKey)
+    mlkem = _mlkem()
+    return mlkem is not None and isinstance(key, mlkem.MLKEM768PublicKey)
 
 
 def _recipient(keys: Sequence[_PublicKey]) -> Recipient:
@@ -161,9 +166,12 @@ def _identity(keys: Sequence[_PrivateKey]) -> Identity:
     raise _is_of_another_kind()
 
 
+def _hint() -> str:
+    return _HINT if _mlkem() is not None else f"{_HINT}; ML-KEM keys need cryptography 48 or newer"
+
+
 def _is_of_another_kind() -> KeySourceError:
-    newer = "" if _mlkem is not None else " (with cryptography 48 or newer)"
     return KeySourceError(
         "the key is of a kind that does not encrypt here",
-        hint=f"X25519, ML-KEM-768 followed by X25519{newer}, or RSA; {_HINT}",
+        hint=f"X25519, ML-KEM-768 followed by X25519, or RSA; {_hint()}",
     )

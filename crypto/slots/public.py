@@ -188,9 +188,8 @@ def _suite(slot_type: SlotType) -> Suite:
 
         kem = KEM.X25519 if slot_type is SlotType.X25519 else KEM.MLKEM768_X25519
     except (ImportError, AttributeError):
-        if slot_type is SlotType.X25519:
-            raise needs_newer("X25519 keys", 47) from None
-        raise needs_newer("ML-KEM keys", 48) from None
+        needed = ("X25519 keys", 47) if slot_type is SlotType.X25519 else ("ML-KEM keys", 48)
+        raise needs_newer(*needed) from None
     return Suite(kem, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 
 

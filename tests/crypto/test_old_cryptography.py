@@ -10,7 +10,8 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.errors import KeyProblem
-from ckptmgr.crypto.keys import pem
+from ckptmgr.crypto.errors import KeySourceError
+from ckptmgr.crypto.keys.pem import parse_pem
 from tests.cli.running import run
 
 X25519_PUBLIC = """-----BEGIN PUBLIC KEY-----
@@ -22,7 +23,7 @@ MCowBQYDK2VuAyEApOCSkrZRwnI8dpxkMtAZsIpZEjNn2JhPlzvQh5SKq30=
 @pytest.fixture
 def _no_hpke(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hpke", None)
-    monkeypatch.setattr(pem, "_mlkem", None)
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.mlkem", None)
 
 
 @pytest.mark.usefixtures("_no_hpke")
@@ -52,3 +53,25 @@ def test_secret_key_without_hpke_saves_and_resumes(tmp_path: Path) -> None:
         manager.save(1, {"step": 1})
     with CheckpointManager(tmp_path, config) as manager:
         assert manager.resume().state == {"step": 1}
+
+
+@pytest.mark.hpke
+@pytest.mark.parametrize(
+    "content",
+    [
+        "-----BEGIN PRIVATE KEY-----\nMBACAQAwBgYEKgMEBQQDYWJj\n-----END PRIVATE KEY-----\n",
+        "-----BEGIN PUBLIC KEY-----\nMA4wBgYEKgMEBQMEAGFiYw==\n-----END PUBLIC KEY-----\n",
+    ],
+    ids=["private", "public"],
+)
+def test_key_of_an_algorithm_that_is_not_known_is_refused_with_those_that_are(content: str) -> None:
+    with pytest.raises(KeySourceError, match="of a kind that does not encrypt here") as refused:
+        parse_pem(content.encode())
+    assert "X25519, ML-KEM-768 followed by X25519" in str(refused.value.hint)
+
+
+@pytest.mark.usefixtures("_no_hpke")
+def test_content_that_is_no_key_here_names_the_version_that_knows_more_keys() -> None:
+    with pytest.raises(KeySourceError) as refused:
+        parse_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
+    assert "ML-KEM keys need cryptography 48 or newer" in str(refused.value.hint)
