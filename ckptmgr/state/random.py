@@ -116,12 +116,25 @@ def _bit_generator(state: Any) -> np.random.BitGenerator:
     name = state["bit_generator"]
     if name not in _BIT_GENERATORS:
         raise KeyError(name)
+    _check_position(state)
     made: np.random.BitGenerator = getattr(np.random, name)()
     made.state = state
     return made
 
 
+def _check_position(state: Any) -> None:
+    """Check where a generator stands in its buffer: NumPy takes any place, and reads there."""
+    if not isinstance(state, dict):  # NumPy would also take a tuple
+        raise TreeError("the state of a random number generator is no dict")
+    places = {"MT19937": (state["state"], "pos", 624), "Philox": (state, "buffer_pos", 4)}
+    holder, name, most = places.get(state["bit_generator"], ({"": 0}, "", 0))
+    place = holder[name]
+    if type(place) is not int or not 0 <= place <= most:
+        raise TreeError(f"the {name} of a {state['bit_generator']} is not from 0 to {most}")
+
+
 def _random_state(state: Any) -> np.random.RandomState:
+    _check_position(state)
     made = np.random.RandomState(0)
     made.set_state(state)
     return made

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_state
+from ckptmgr.core.errors import CkptmgrError, UnsupportedState
+from ckptmgr.state import random as state_random
+from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader
 
@@ -132,3 +133,29 @@ def test_generators_of_a_real_device_go_on_where_they_were_saved(tmp_path: Path)
     expected = torch.rand(3, device="cuda").tolist()
     _manager(tmp_path).resume(state)
     assert torch.rand(3, device="cuda").tolist() == expected
+
+
+@pytest.mark.parametrize("place", [-1, 625, 2**31 - 1, True, 1.0])
+def test_place_outside_the_buffer_of_a_generator_is_refused(
+    place: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    legacy = np.random.RandomState(1).get_state(legacy=False)
+    legacy = {**legacy, "state": {**legacy["state"], "pos": place}}
+    monkeypatch.setattr(state_random, "_legacy_state", lambda value: legacy)
+    save_state({"rng": np.random.RandomState(1)}, tmp_path / "rng.ckpt")
+    monkeypatch.undo()
+    for into in (None, {"rng": np.random.RandomState(2)}):
+        with pytest.raises(CkptmgrError, match="the pos of a MT19937 is not from 0 to 624"):
+            load_state(tmp_path / "rng.ckpt", into=into)
+
+
+@pytest.mark.parametrize("place", [-1, 5, 2**31 - 1])
+def test_place_outside_the_buffer_of_a_philox_is_refused(place: int) -> None:
+    state = {**np.random.Philox(1).state, "buffer_pos": place}
+    with pytest.raises(TreeError, match="the buffer_pos of a Philox is not from 0 to 4"):
+        state_random.build_generator("numpy.Generator", state)
+
+
+def test_state_of_a_legacy_generator_that_is_a_tuple_is_refused() -> None:
+    with pytest.raises(TreeError, match="is no dict"):
+        state_random.build_generator("numpy.RandomState", np.random.RandomState(1).get_state())

@@ -77,6 +77,21 @@ def test_sparse_array_that_does_not_fit_is_refused(changed: dict[str, Any], prob
     assert target.nnz == 0
 
 
+def test_index_pointer_whose_differences_overflow_is_refused() -> None:
+    start = np.array([0, 2**63 - 1, -(2**63), -1, 1], np.int64)
+    stored = {**CSR, "shape": [4, 4], "indices": np.zeros(4, np.int64), "indptr": start}
+    with pytest.raises(StateMismatch, match="its index pointer leads outside of the array"):
+        _into({"x": sparse.csr_array((4, 4))}, {"x": {**stored, "data": np.ones(4)}})
+
+
+def test_blocks_without_a_size_are_refused() -> None:
+    target = sparse.bsr_array((4, 4), blocksize=(2, 2))
+    stored = {"format": "bsr", "shape": [4, 4], "data": np.zeros((0, 0, 0))}
+    stored |= {"indices": np.zeros(0, np.int32), "indptr": np.zeros(3, np.int32)}
+    with pytest.raises(StateMismatch, match="stored are no arrays of one"):
+        _into({"x": target}, {"x": stored})
+
+
 @pytest.mark.parametrize("coords", [5, (np.array([0]), np.array([2])), (np.array([0]), "x")])
 def test_coordinates_outside_a_sparse_array_are_refused(coords: object) -> None:
     stored = {"format": "coo", "shape": [2, 2], "data": np.ones(1), "coords": coords}
