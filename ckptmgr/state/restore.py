@@ -195,7 +195,7 @@ class Restorer:
     def _plan_deque(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if target.maxlen != stored.maxlen:
             return self._differ(path, f"has maxlen {target.maxlen}, stored is {stored.maxlen}")
-        if not target:  # a deque is empty in a fresh state
+        if len(target) != len(stored):  # it grows as it is used, from nothing in a fresh state
             return _Step(0, lambda _: with_values(target, stored))
         return self._plan_sequence(target, stored, path)
 
