@@ -14,6 +14,7 @@ import dataclasses
 import enum
 import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -77,7 +78,12 @@ def _with_fields(target: Any, values: Mapping[str, Any]) -> object:
     made = target
     if type(target).__dataclass_params__.frozen:
         made = object.__new__(type(target))
-        getattr(made, "__dict__", {}).update(getattr(target, "__dict__", {}))
+        kept = getattr(target, "__dict__", {}).items()
+        kind = type(target)
+        getattr(made, "__dict__", {}).update(
+            # What was computed from the old fields is computed again.
+            {k: v for k, v in kept if not isinstance(getattr(kind, k, None), cached_property)}
+        )
         held = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}
         values = {**held, **values}
     for name, value in values.items():
