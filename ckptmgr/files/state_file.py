@@ -51,8 +51,9 @@ from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state import tree
-from ckptmgr.store.manifest.codec import SUFFIX, Manifest
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
+from ckptmgr.store.reserved_names import is_reserved_name
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # a plain save needs none of these
@@ -255,7 +256,7 @@ def _format_of(name: str, given: str | None) -> str:
         raise ValueError(f"format must be 'ckpt' or 'safetensors', but got {given!r}")
     bare = without_envelope(name)
     named = next((one for one in FORMATS if bare.endswith(f".{one}")), None)
-    if named is None and (given is None or name.endswith(SUFFIX) or is_set_name(name)):
+    if named is None and (given is None or is_reserved_name(name)):
         raise ValueError(
             f"the name {name!r} ends in neither .ckpt nor .safetensors"
             + ("; give format=" if given is None else ", and is that of another file of ckptmgr")

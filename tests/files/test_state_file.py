@@ -139,6 +139,8 @@ def test_format_is_that_of_the_name_or_the_given_one(tmp_path: Path) -> None:
         ("s.ckpt", {"format": "pt"}, "format must be 'ckpt' or 'safetensors', but got 'pt'"),
         ("s.manifest.json", {"format": "ckpt"}, "that of another file of ckptmgr"),
         ("s.shards", {"format": "ckpt"}, "that of another file of ckptmgr"),
+        (".s.lease", {"format": "ckpt"}, "that of another file of ckptmgr"),
+        (".s.starts", {"format": "safetensors"}, "that of another file of ckptmgr"),
         ("s.safetensors.ckpe", {}, r"ends in \.ckpe, but the file will be a safetensors file"),
         ("s.safetensors.ckpz", {}, r"ends in \.ckpz"),
         ("s.safetensors.ckpz", {"enc_key": KEY, "compression": "zstd"}, r"ends in \.ckpz"),

@@ -16,6 +16,7 @@ from ckptmgr.files.serialization_arguments import checked_strings
 from ckptmgr.formats.tensor import PackedArray
 from ckptmgr.integrations.safetensors.opening import safe_open
 from ckptmgr.state.arrays import framework_of, named_tensors
+from ckptmgr.store.reserved_names import is_reserved_name
 
 _MODE = "AES-GCM"
 
@@ -39,7 +40,8 @@ def save_file(
         key: Encrypts the file: 16, 24 or 32 bytes, or a source as for `CheckpointConfig`.
 
     Raises:
-        ValueError: A value is no tensor; a torch tensor is sparse or not contiguous.
+        ValueError: A value is no tensor; a torch tensor is sparse or not contiguous; the name is
+            that of a manifest, a lease or another file that ckptmgr keeps.
         RuntimeError: torch tensors share memory, which would be written twice; use `save_model`.
         TypeError: Something in `metadata` is no string.
         UnsupportedState, UnsupportedCheckpoint: A type that no file can hold, or a name taken twice.
@@ -50,6 +52,11 @@ def save_file(
     strings = None if metadata is None else checked_strings(metadata)
     keys = resolve_keys("key", key, mode=_MODE, format="safetensors")
     path = Path(os.path.realpath(filename))
+    if is_reserved_name(path.name):
+        raise ValueError(
+            f"the name {path.name!r} is that of another file of ckptmgr, such as a manifest or a"
+            " lease; choose another name"
+        )
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     save_single_file(

@@ -18,6 +18,7 @@ import ckptmgr
 from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.integrations.safetensors import numpy
+from ckptmgr.io.temp_names import temp_name
 
 KEY = bytes(range(32))
 TENSORS: dict[str, Any] = {
@@ -234,3 +235,27 @@ def test_jax_arrays_are_saved_and_loaded(tmp_path: Path) -> None:
         flax.save_file({"w": array}, tmp_path / "x", key=key)
         loaded = flax.load_file(tmp_path / "x", key=key)["w"]
         assert (loaded.dtype, loaded.tolist()) == (array.dtype, array.tolist())
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "e.safetensors.manifest.json",
+        "run-1.shards",
+        ".run.lease",
+        ".run.starts",
+        temp_name("e.ckpt", token="host-1-2", series="e"),
+        ".ckptmgr-trash",
+    ],
+)
+def test_name_of_another_file_of_ckptmgr_is_refused(
+    tmp_path: Path, name: str, key: bytes | None
+) -> None:
+    (tmp_path / name).write_bytes(b"kept")
+    (tmp_path / "link").symlink_to(name)
+    for path in (tmp_path / name, tmp_path / "link"):
+        with pytest.raises(ValueError, match="that of another file of ckptmgr"):
+            ckptmgr.save_file(TENSORS, path, key=key)
+    assert (tmp_path / name).read_bytes() == b"kept"
+    assert sorted(one.name for one in tmp_path.iterdir()) == sorted([name, "link"])
