@@ -227,6 +227,24 @@ def test_damage_without_a_manifest_is_found_by_the_crc(tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("target", [None, {"step": 0, "w": np.zeros(3)}], ids=["new", "into"])
+def test_changed_number_in_the_state_tree_is_found_by_the_crc(
+    tmp_path: Path, name: str, target: Any
+) -> None:
+    path = tmp_path / name
+    save_state({"step": 5, "w": np.arange(3.0)}, path, crc_check=True)
+    content = without_manifest(path).read_bytes()
+    found: Any = load_state(path)
+    assert found["step"] == 5
+    changed = content.replace(b'"step\\",5', b'"step\\",7').replace(b'"step",5', b'"step",7')
+    assert changed != content
+    overwrite(path, changed)
+    with pytest.raises(ChecksumMismatch, match=name):
+        load_state(path, target)
+    assert target is None or target["step"] == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_damage_without_a_manifest_is_found_by_the_seal(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     save_state({"w": np.ones(100_000)}, path, enc_key=KEY)

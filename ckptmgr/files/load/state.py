@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import with_shapes
@@ -25,6 +26,8 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.state.unflatten import ReadTensor
 
 SKELETON = "ckptmgr.tree"
+SKELETON_CRC = "ckptmgr.tree_crc32"
+"""Decimal CRC-32 of the skeleton's UTF-8 text, in safetensors files that have MindSpore's CRC."""
 
 
 def state_metadata(flat: tree.FlatState) -> dict[str, str]:
@@ -37,6 +40,29 @@ def state_metadata(flat: tree.FlatState) -> dict[str, str]:
 
         found[PIECES] = index_of(slices, stored).to_text()
     return found
+
+
+def with_skeleton_crc(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return metadata with a CRC of the skeleton, which MindSpore's `crc_num` does not cover.
+
+    One that is there stays: it was computed when the state was saved.
+    """
+    if SKELETON not in metadata:
+        return metadata
+    return {SKELETON_CRC: str(_crc_of(metadata[SKELETON])), **metadata}
+
+
+def checked_skeleton(opened: OpenCheckpoint) -> str | None:
+    """Return the skeleton in an opened file, or None; raise ChecksumMismatch if it is damaged."""
+    metadata = opened.metadata
+    skeleton, crc = metadata.get(SKELETON), metadata.get(SKELETON_CRC)
+    if skeleton is not None and crc is not None and crc != str(_crc_of(skeleton)):
+        raise ChecksumMismatch("the CRC32 of the state tree does not match", path=opened.path)
+    return skeleton
+
+
+def _crc_of(skeleton: str) -> int:
+    return crc32(skeleton.encode("utf-8", "surrogatepass"))
 
 
 def as_held_here(flat: tree.FlatState) -> tree.FlatState:
@@ -80,7 +106,7 @@ class StoredState:
         """
         from ckptmgr.files.load.values import read_values
 
-        skeleton = opened.metadata.get(SKELETON)
+        skeleton = checked_skeleton(opened)
         is_proven = opened.has_digests or opened.is_sealed
         values = read_values(opened, check_crc=opened.index.crc is not None and not is_proven)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -130,7 +156,7 @@ def verified_state(
     """
     from ckptmgr.files.load.in_place import in_place
 
-    skeleton = opened.metadata.get(SKELETON)
+    skeleton = checked_skeleton(opened)
     if state is not None and skeleton is not None:
         found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
         if found is not None:

@@ -46,6 +46,10 @@ def build_image(
         if options.format == "safetensors":
             from ckptmgr.formats.safetensors_file import build_safetensors_image
 
+            if options.has_crc and metadata:
+                from ckptmgr.files.load.state import with_skeleton_crc
+
+                metadata = with_skeleton_crc(metadata)
             return build_safetensors_image(
                 items,
                 metadata=metadata,
