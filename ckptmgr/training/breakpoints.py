@@ -11,6 +11,7 @@ from typing import Any
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.names import breakpoint_name, step_in_epoch
+from ckptmgr.core.notes import add_note
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.observe.observers import Observers
@@ -32,15 +33,15 @@ def save_last_step(
     _finish_saves(error, engine)
     try:
         saver.save_alone(last, why=why_of(error))
-    except Exception as failure:
-        error.add_note(f"ckptmgr: the state of step {last.step} could not be saved: {failure}")
+    except (Exception, SystemExit) as failure:  # a function of the state may raise either
+        add_note(error, f"ckptmgr: the state of step {last.step} could not be saved: {failure}")
 
 
 def _finish_saves(error: BaseException, engine: SaveEngine) -> None:
     try:
         engine.wait()
     except Exception as failure:
-        error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+        add_note(error, f"ckptmgr: a save in the background failed: {failure}")
 
 
 def save_breakpoint(
@@ -73,5 +74,5 @@ def save_breakpoint(
             saved = writer.save(name, items, facts)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
             watch.durable(saved.path)
-    except Exception as failure:
-        error.add_note(f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")
+    except (Exception, SystemExit) as failure:
+        add_note(error, f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")

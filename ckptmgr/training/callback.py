@@ -21,6 +21,7 @@ from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.config.surfaces import check_for_callback
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveJob
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
@@ -242,7 +243,7 @@ class ModelCheckpoint(TrainingHooks):
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+            add_note(error, f"ckptmgr: a save in the background failed: {failure}")
 
     def close(self) -> None:
         """Wait for the saves in flight and release the lease of the series; a save takes it again.

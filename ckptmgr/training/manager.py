@@ -41,6 +41,7 @@ from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
+from ckptmgr.core.notes import add_note
 from ckptmgr.files.load.state import as_held_here
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
@@ -522,7 +523,7 @@ class CheckpointManager:
         try:
             self.close()
         except Exception as failure:
-            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+            add_note(error, f"ckptmgr: a save in the background failed: {failure}")
 
     def _save_last_step(self) -> None:
         past = self._past

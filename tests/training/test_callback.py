@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,20 @@ def test_breakpoints_of_later_runs_are_numbered(tmp_path: Path) -> None:
             Loop(callbacks=(callback,)).run_and_fail(2, ZeroDivisionError())
     names = [f"{prefix}-1_2_breakpoint.ckpt" for prefix in ("CKP", "CKP_1", "CKP_2")]
     assert data_files(tmp_path) == names
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception that refuses attributes, and so notes."""
+
+
+def test_failed_breakpoint_never_replaces_an_exception_that_refuses_notes(tmp_path: Path) -> None:
+    callback = _callback(tmp_path, save_checkpoint_steps=100, exception_save=True)
+    loop = Loop(callbacks=(callback,), network={"w": np.zeros(4), "socket": np.array(object())})
+    error = FrozenError()
+    with pytest.raises(FrozenError) as caught:
+        loop.run_and_fail(1, error)
+    assert caught.value is error
 
 
 def test_breakpoint_before_the_first_step_has_step_0(tmp_path: Path) -> None:

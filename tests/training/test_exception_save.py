@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from ckptmgr.io.filesystem import OsFileSystem
 from tests.support.failingdisk import FailingDisk
 
 KEY = bytes(range(16))
+
+
+@dataclass(frozen=True)
+class FrozenError(Exception):
+    """An exception that refuses attributes, and so notes."""
+
+    code: int = 0
 
 
 def _manager(directory: Path, **config: Any) -> CheckpointManager:
@@ -164,3 +172,28 @@ def test_failed_background_save_is_a_note_and_the_exception_save_still_happens(
         _train(manager, ZeroDivisionError(), [{"w": np.ones(4)}])
     assert ["a save in the background failed" in note for note in caught.value.__notes__] == [True]
     assert [one.why for one in manager.checkpoints()] == ["exception:ZeroDivisionError"]
+
+
+def _exits() -> object:
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize("state", [lambda: {"socket": object()}, _exits], ids=["error", "exit"])
+@pytest.mark.parametrize("error", [FrozenError(), ZeroDivisionError()], ids=["frozen", "plain"])
+def test_failed_exception_save_never_replaces_the_exception(
+    tmp_path: Path, state: object, error: Exception
+) -> None:
+    with pytest.raises(type(error)) as caught:
+        _train(_manager(tmp_path), error, [state])
+    assert caught.value is error
+
+
+def test_failed_background_save_never_replaces_an_exception_that_refuses_notes(
+    tmp_path: Path,
+) -> None:
+    disk = FailingDisk(OsFileSystem(), operation="write_at", call=1)
+    config = CheckpointConfig(save_checkpoint_steps=1, async_save=True)
+    error = FrozenError()
+    with pytest.raises(FrozenError) as caught:
+        _train(CheckpointManager(tmp_path, config, fs=disk), error, [{"w": np.ones(4)}])
+    assert caught.value is error
