@@ -10,8 +10,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from ckptmgr.core.errors import CkptmgrError
-
 if TYPE_CHECKING:
     from ckptmgr.config.config import CheckpointConfig
     from ckptmgr.parallel.coordinator import Coordinator
@@ -29,17 +27,18 @@ class NetworkGraph:
 
     def write_once(self, target: Target, params: Any) -> None:
         """Write the file, the first time; where that fails, log a warning."""
-        graph = _graph_of(params.train_network) if self._is_due else None
-        self._is_due = False
-        if graph is None:
+        if not self._is_due:
             return
-        from ckptmgr.parallel.mindspore.outputs import write_small_file
-
+        self._is_due = False
         store = target.writer.store
         path = store.directory / f"{target.prefix}-graph.meta"
         try:
-            write_small_file(path, graph, is_beside_checkpoint=True, fs=store.fs)
-        except (OSError, CkptmgrError) as error:
+            graph = _graph_of(params.train_network)
+            if graph is not None:
+                from ckptmgr.parallel.mindspore.outputs import write_small_file
+
+                write_small_file(path, graph, is_beside_checkpoint=True, fs=store.fs)
+        except Exception as error:  # the network's own method may raise any
             _LOG.warning("%s is not written, and no checkpoint needs it: %s", path, error)
 
 
@@ -48,5 +47,9 @@ def _graph_of(network: Any) -> bytes | None:
     get_graph: Any = getattr(network, "get_func_graph_proto", None)
     if get_graph is None:
         return None
-    graph: bytes | None = get_graph()
-    return graph or None
+    graph: object = get_graph()
+    if not graph:
+        return None
+    if not isinstance(graph, bytes):
+        raise TypeError(f"the graph of the network is {type(graph).__name__}, not bytes")
+    return graph

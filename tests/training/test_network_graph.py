@@ -60,3 +60,26 @@ def test_graph_that_cannot_be_written_is_a_warning_and_the_checkpoints_are_saved
         run(tmp_path, Network())
     assert f"{GRAPH} is not written" in caplog.text
     assert len(list(tmp_path.glob("*.ckpt"))) == 3
+
+
+class BrokenNetwork(Network):
+    """A network whose method raises."""
+
+    def get_func_graph_proto(self) -> bytes | str:
+        """Raise, as a network that cannot be compiled."""
+        raise RuntimeError("the network cannot be compiled")
+
+
+@pytest.mark.parametrize(
+    ("network", "said"),
+    [(BrokenNetwork(), "cannot be compiled"), (Network("text"), "is str, not bytes")],
+    ids=["raises", "no bytes"],
+)
+def test_graph_that_the_network_does_not_return_is_a_warning_and_the_checkpoints_are_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, network: Network, said: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        run(tmp_path, network)
+    assert f"{GRAPH} is not written" in caplog.text
+    assert said in caplog.text
+    assert len(list(tmp_path.glob("*.ckpt"))) == 3
