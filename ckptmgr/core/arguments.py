@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import TypeGuard
@@ -38,19 +39,38 @@ def checked_interval(name: str, interval: int) -> int:
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     """Return metrics as plain floats; raise TypeError for anything else."""
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(
-            f"metrics must be a mapping of names to numbers, but got {type(metrics).__name__}"
-        )
+    _check_is_mapping(metrics)
     checked = {}
     for name, value in (metrics or {}).items():
         try:
             checked[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"metric {name!r} must be a number, but got {type(value).__name__}"
-            ) from None
+            raise _not_a_number(name, value) from None
     return checked
+
+
+def check_metrics(metrics: Mapping[str, float] | None) -> None:
+    """Raise TypeError for unusable metrics, without a wait for a device that computes one."""
+    _check_is_mapping(metrics)
+    for name, value in (metrics or {}).items():
+        shape = getattr(value, "shape", None)
+        if not isinstance(shape, tuple):
+            checked_metrics({name: value})
+        elif math.prod(shape) != 1:
+            raise _not_a_number(name, value)
+
+
+def _check_is_mapping(metrics: object) -> None:
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics must be a mapping of names to numbers, but got {type(metrics).__name__}"
+        )
+
+
+def _not_a_number(name: str, value: object) -> TypeError:
+    shape = getattr(value, "shape", None)
+    of_shape = f" of shape {shape}" if shape else ""
+    return TypeError(f"metric {name!r} must be a number, but got {type(value).__name__}{of_shape}")
 
 
 def resolve_state(state: object) -> object:

@@ -30,6 +30,7 @@ from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.config.surfaces import check_for_manager
 from ckptmgr.core.arguments import (
+    check_metrics,
     checked_count,
     checked_epoch,
     checked_interval,
@@ -286,10 +287,14 @@ class CheckpointManager:
             The handle of the save, or None when none was due.
 
         Raises:
+            TypeError, ValueError: The step, the epoch or a metric is unusable, also when no save is
+                due; the earlier step stays the one that the exit saves.
             BaseException: An earlier save failed in the background; it is raised once.
             UnsupportedState: A value of the state cannot be stored; names its path. Without ranks,
                 and with a state that is no function, the first call finds it.
         """
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
+        check_metrics(metrics)
         self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
         self._engine.check()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -284,6 +285,48 @@ def test_metric_that_is_no_number_is_refused_and_nothing_saved(value: object) ->
         with pytest.raises((TypeError, ValueError), match="metric 'loss' must be a number"):
             manager.save(1, state_of(1.0), metrics={"loss": value})  # type: ignore[dict-item]
         assert manager.checkpoints() == []
+
+
+@pytest.mark.parametrize(
+    ("step", "given"),
+    [
+        (3, {"metrics": {"loss": np.zeros(2)}}),
+        (3, {"metrics": {"loss": "low"}}),
+        (3, {"metrics": [0.5]}),
+        (3, {"epoch": 0.5}),
+        (-1, {}),
+    ],
+    ids=["array", "text", "no mapping", "epoch", "step"],
+)
+def test_unusable_argument_is_refused_at_its_step_and_the_step_before_is_saved_on_exit(
+    tmp_path: Path, step: int, given: dict[str, Any]
+) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=100)
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.step_end(2, state_of(2.0), metrics={"loss": 0.5})
+        with pytest.raises((TypeError, ValueError)):
+            manager.step_end(step, state_of(3.0), **given)
+    assert steps(manager) == [2]
+
+
+class _DeviceNumber:
+    """A number on a device, whose conversion waits for the device."""
+
+    shape = ()
+    conversions = 0
+
+    def __float__(self) -> float:
+        self.conversions += 1
+        return 0.5
+
+
+def test_metric_on_a_device_is_read_for_a_save_only(tmp_path: Path) -> None:
+    loss: Any = _DeviceNumber()
+    with CheckpointManager(tmp_path, CheckpointConfig(save_checkpoint_steps=100)) as manager:
+        for step in range(1, 10):
+            manager.step_end(step, state_of(1.0), metrics={"loss": loss})
+        assert loss.conversions == 0
+    assert manager.checkpoints()[0].metrics == {"loss": 0.5}
 
 
 def test_numpy_metric_is_a_number() -> None:
