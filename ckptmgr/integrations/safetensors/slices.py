@@ -8,6 +8,7 @@ of a range, they have NumPy's meaning.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,8 @@ class LazySlice:
             return self._conversion.of_value(reader.read(self._name), self._name)[index]
         bounds, rest = found
         block = reader.read_block(self._name, bounds)
-        return self._conversion.of_value(block, self._name)[rest]
+        # With the ellipsis, one element of a NumPy array is an array, too, as in the library.
+        return self._conversion.of_value(block, self._name)[(*rest, ...)]
 
 
 def _expanded(index: Any, dimensions: int) -> list[Any]:
@@ -103,7 +105,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[_Bounds, tuple[Any, ...
         if index:
             raise SafetensorError("Non empty lists are not implemented")
         index = slice(0, 0)
-    parts = _expanded(index, len(shape))
+    parts = [_with_ints(part) for part in _expanded(index, len(shape))]
     where = f"Error during slicing {_shown(parts)} with shape {list(shape)}"
     if len(parts) > len(shape):
         raise SafetensorError(f"{where}: more slicing indexes than dimensions in tensor")
@@ -114,6 +116,19 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> tuple[_Bounds, tuple[Any, ...
         bounds.append(bound)
         rest.append(inner)
     return bounds, tuple(rest)
+
+
+def _with_ints(part: Any) -> Any:
+    """Return an index with ints for other integers, such as NumPy's; raises as the library."""
+    if isinstance(part, slice):
+        fields = (part.start, part.stop, part.step)
+        return slice(*(None if one is None else operator.index(one) for one in fields))
+    if isinstance(part, bool) or not hasattr(part, "__index__"):
+        return part
+    try:
+        return operator.index(part)
+    except TypeError:  # an array of many elements
+        return part
 
 
 def _check_part(part: Any, dimension: int, length: int, where: str) -> None:
