@@ -25,6 +25,7 @@ from ckptmgr.files.load.inspection import indexed_tensors
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode, kind_of, refuse_unsigned
+from ckptmgr.files.load.state import checked_skeleton
 from ckptmgr.files.load.statistics import stats_of
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
@@ -202,6 +203,7 @@ class FileCheck:
 
     def _check_contents(self, opened: OpenCheckpoint, *, is_encrypted: bool) -> None:
         has_crc = opened.index.crc is not None
+        checked_skeleton(opened)
         if has_crc or is_encrypted or opened.compressed_bytes is not None:
             read_through(opened, check_crc=True)
         check_values(opened)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr import save_state
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.save.job import SaveOptions
@@ -283,6 +284,16 @@ def test_bare_file_with_crc_and_a_flipped_type_is_damaged_to_verify_and_corrupt_
     assert verified.stdout.startswith("damaged     net-3_10.ckpt: the CRC32 is 0x")
     kept = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
     assert kept.count(" corrupt ") == 1, kept
+
+
+def test_bare_safetensors_with_crc_and_a_changed_state_tree_is_damaged(tmp_path: Path) -> None:
+    path = save_state({"step": 5}, tmp_path / "s.safetensors", crc_check=True).path
+    (tmp_path / manifest_name(path.name)).unlink()
+    assert run("verify", path).exit_code == 0
+    path.write_bytes(path.read_bytes().replace(b'"step\\",5', b'"step\\",7'))
+    verified = run("verify", path)
+    assert verified.exit_code == 1
+    assert "damaged     s.safetensors: the CRC32 of the state tree does not" in verified.stdout
 
 
 def test_twice_as_many_checkpoints_make_about_twice_as_many_calls(fast_path: Path) -> None:
