@@ -248,6 +248,7 @@ def test_jax_arrays_are_saved_and_loaded(tmp_path: Path) -> None:
         temp_name("e.ckpt", token="host-1-2", series="e"),
         ".ckptmgr-trash",
     ],
+    ids=["manifest", "set", "lease", "starts", "temporary", "trash"],
 )
 def test_name_of_another_file_of_ckptmgr_is_refused(
     tmp_path: Path, name: str, key: bytes | None
