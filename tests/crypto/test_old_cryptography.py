@@ -20,6 +20,10 @@ MCowBQYDK2VuAyEApOCSkrZRwnI8dpxkMtAZsIpZEjNn2JhPlzvQh5SKq30=
 """
 
 
+def pem(kind: str, content: str) -> bytes:
+    return f"-----BEGIN {kind} KEY-----\n{content}\n-----END {kind} KEY-----\n".encode()
+
+
 @pytest.fixture
 def _no_hpke(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.hpke", None)
@@ -57,21 +61,19 @@ def test_secret_key_without_hpke_saves_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.hpke
 @pytest.mark.parametrize(
-    "content",
-    [
-        "-----BEGIN PRIVATE KEY-----\nMBACAQAwBgYEKgMEBQQDYWJj\n-----END PRIVATE KEY-----\n",
-        "-----BEGIN PUBLIC KEY-----\nMA4wBgYEKgMEBQMEAGFiYw==\n-----END PUBLIC KEY-----\n",
-    ],
-    ids=["private", "public"],
+    ("kind", "content"),
+    [("PRIVATE", "MBACAQAwBgYEKgMEBQQDYWJj"), ("PUBLIC", "MA4wBgYEKgMEBQMEAGFiYw==")],
 )
-def test_key_of_an_algorithm_that_is_not_known_is_refused_with_those_that_are(content: str) -> None:
+def test_key_of_an_algorithm_that_is_not_known_is_refused_with_those_that_are(
+    kind: str, content: str
+) -> None:
     with pytest.raises(KeySourceError, match="of a kind that does not encrypt here") as refused:
-        parse_pem(content.encode())
+        parse_pem(pem(kind, content))
     assert "X25519, ML-KEM-768 followed by X25519" in str(refused.value.hint)
 
 
 @pytest.mark.usefixtures("_no_hpke")
 def test_content_that_is_no_key_here_names_the_version_that_knows_more_keys() -> None:
     with pytest.raises(KeySourceError) as refused:
-        parse_pem(b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n")
+        parse_pem(pem("PRIVATE", "AAAA"))
     assert "ML-KEM keys need cryptography 48 or newer" in str(refused.value.hint)
