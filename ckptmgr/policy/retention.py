@@ -5,7 +5,8 @@ Under every policy:
 
 * The newest countable checkpoint of every series stays, and so do pinned and protected ones.
 * Only countable checkpoints use up a slot. Damaged ones, leftovers, unfinished ones and those saved
-  while an exception unwound the training are neither counted nor dropped.
+  while an exception unwound the training are neither counted nor dropped. Of the last kind a newer one replaces the
+  earlier ones, outside of any policy: `replaced_emergencies`.
 * Series are planned one by one: one never evicts another.
 * Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Only
   rules about time use times.
@@ -28,14 +29,14 @@ Under every policy:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Plan, Reason, Verdict
+from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.policy.rules import (
     Best,
     Finding,
@@ -97,6 +98,28 @@ def without_unranked(
         f"{' | '.join(map(str, unranked))} cannot rank: no checkpoint has a number for that metric "
         f"(recorded: {', '.join(known) or 'none'}); until one has, {newest} is kept instead"
     )
+
+
+def replaced_emergencies(
+    newest: Checkpoint, history: Sequence[Checkpoint], lineage: Set[str]
+) -> list[Checkpoint]:
+    """Return the emergency saves that a newer one replaces, or none without a countable checkpoint.
+
+    They are those of its series up to its step, of the runs `lineage` and of runs that continued
+    one of these; pinned and damaged ones stay.
+    """
+    if not any(one.is_countable for one in history):
+        return []
+    return [
+        one
+        for one in history
+        if one.is_emergency
+        and one.path != newest.path
+        and (one.series == newest.series and one.step <= newest.step)
+        and not one.pins
+        and one.state in (State.OK, State.UNVERIFIED)
+        and not lineage.isdisjoint((one.run_id, *one.parent_run_ids))
+    ]
 
 
 def _is_unranked(rule: Rule, countable: Sequence[Checkpoint]) -> bool:

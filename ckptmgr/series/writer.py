@@ -35,7 +35,7 @@ from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
-from ckptmgr.policy.retention import plan, without_unranked
+from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
 from ckptmgr.store.manifest.codec import Manifest
@@ -403,6 +403,23 @@ class SeriesWriter:
         if decided.dropped:
             self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
         return decided
+
+    def drop_replaced(self, newest: Checkpoint) -> None:
+        """Remove the emergency saves that a durable newer one replaces; log a failed removal."""
+        try:
+            with defer_signals(), self.changing:
+                present = self.store.scan()
+                lineage = {self.run_id, *self.parent_run_ids} - {""}
+                dropped = [
+                    one
+                    for one in replaced_emergencies(newest, present, lineage)
+                    if self.resumed_from is None or one.path != self.resumed_from.path
+                ]
+                failures = self._remove(dropped, present)
+        except OSError as error:
+            failures = [error]
+        for failure in failures:
+            _LOG.warning("replaced emergency saves: %s", failure)
 
     def _tell_pruned(self, decided: Plan, failures: Sequence[Exception], *, seconds: float) -> None:
         self._observers.emit(

@@ -64,6 +64,13 @@ class Progress:
             return _with_cost(save, handle)
 
     @property
+    def durable(self) -> LastSave:
+        """The newest save that succeeded."""
+        with self._lock:
+            self._settle()
+            return self._durable
+
+    @property
     def latest_path(self) -> str:
         """Path of the newest successful save, or an empty string."""
         with self._lock:

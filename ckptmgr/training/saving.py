@@ -94,8 +94,10 @@ class StateSaver:
     def save_alone(self, last: UnsavedStep, *, why: str) -> None:
         """Save the last ended step in the calling thread, without retention.
 
-        Other ranks are neither met nor waited for: a rank saves what it alone holds, under a prefix
-        of its own. Raises as `SaveEngine.run_now`.
+        Without ranks, a step that is saved is not saved again. The new emergency save replaces the
+        earlier ones of the run and of its failed resumptions. Other ranks are neither met nor
+        waited for: a rank saves what it alone holds, under a prefix of its own. Raises as
+        `SaveEngine.run_now`.
         """
         parts, writer, naming = self._parts, self._writer, self._naming
         rank = None if parts.team.coordinator is None else parts.team.coordinator.rank
@@ -104,6 +106,10 @@ class StateSaver:
             writer = parts.writer(writer.store.directory, f"{writer.series}.rank_{rank}")
             naming = parts.reader(writer)
         step, epoch = checked_count("step", last.step), checked_epoch(last.epoch)
+        saved = self._past.progress.durable
+        is_saved = saved.step == step and not (saved.is_start or saved.is_given_up)
+        if rank is None and is_saved:
+            return
         facts = SaveFacts(
             step=step,
             at=parts.clock(),
@@ -117,7 +123,8 @@ class StateSaver:
         )
         with parts.observers.watch(series=writer.series, step=step, why=why) as watch:
             try:
-                self._engine.run_now(job, writer, watch)
+                handle = self._engine.run_now(job, writer, watch)
+                writer.drop_replaced(handle.durable.result())
             finally:
                 if rank is not None:
                     writer.close()

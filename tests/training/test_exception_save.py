@@ -145,9 +145,74 @@ def test_checkpoint_of_an_exception_takes_no_slot_of_the_policy(tmp_path: Path) 
     assert [one.step for one in manager.checkpoints() if not one.is_emergency] == [2, 6]
 
 
-def test_step_that_was_saved_already_is_saved_beside_it(tmp_path: Path) -> None:
+def test_step_that_was_saved_already_is_not_saved_again(tmp_path: Path) -> None:
     _fail_after(_manager(tmp_path, save_checkpoint_steps=1), 1, ZeroDivisionError())
-    assert _names(tmp_path) == ["net-1.ckpt", "net-1-r1.ckpt"]
+    assert _names(tmp_path) == ["net-1.ckpt"]
+
+
+def _resume_and_fail(directory: Path, last: int, *, every: int = 2) -> None:
+    """Resume a run and end its steps up to `last`, then fail."""
+    manager, error = _manager(directory, save_checkpoint_steps=every), ZeroDivisionError()
+    first = manager.resume().next_step or 1
+    states: list[object] = [{"w": np.full(4, step)} for step in range(first, last + 1)]
+    with pytest.raises(ZeroDivisionError):
+        _train(manager, error, states, first=first)
+
+
+def test_runs_that_fail_again_and_again_leave_one_emergency_save(tmp_path: Path) -> None:
+    for _ in range(4):
+        _resume_and_fail(tmp_path, 3)
+    found = CheckpointManager(tmp_path, prefix="net").checkpoints()
+    assert [(one.step, one.is_emergency) for one in found] == [(2, False), (3, True)]
+
+
+def test_emergency_save_that_is_pinned_stays_beside_the_newer_one(tmp_path: Path) -> None:
+    _resume_and_fail(tmp_path, 3)
+    with CheckpointManager(tmp_path, prefix="net") as manager:
+        manager.pin("net-3.ckpt")
+    _resume_and_fail(tmp_path, 3)
+    assert _names(tmp_path) == ["net-2.ckpt", "net-3.ckpt", "net-3-r1.ckpt"]
+
+
+def test_emergency_save_of_a_later_step_or_of_another_run_stays(tmp_path: Path) -> None:
+    _resume_and_fail(tmp_path, 7, every=4)
+    _resume_and_fail(tmp_path, 5, every=4)
+    assert _names(tmp_path) == ["net-4.ckpt", "net-7.ckpt", "net-5.ckpt"]
+    _fail_after(_manager(tmp_path), 8, ZeroDivisionError())  # it resumed nothing
+    assert _names(tmp_path) == ["net-4.ckpt", "net-7.ckpt", "net-5.ckpt", "net-8.ckpt"]
+
+
+def test_emergency_save_that_is_the_only_checkpoint_stays(tmp_path: Path) -> None:
+    for last in (1, 2):
+        _resume_and_fail(tmp_path, last, every=100)
+    assert _names(tmp_path) == ["net-1.ckpt", "net-2.ckpt"]
+
+
+def _fail_on(directory: Path, operation: str, call: int | None) -> list[str]:
+    """Resume a run that has an emergency save, and fail again on such a disk; return its calls."""
+    _resume_and_fail(directory, 3)
+    disk = FailingDisk(OsFileSystem(), operation=operation, call=call, is_lasting=True)
+    config = CheckpointConfig(save_checkpoint_steps=2, exception_save=True)
+    manager = CheckpointManager(directory, config, prefix="net", fs=disk)
+    manager.resume()
+    with pytest.raises(ZeroDivisionError):
+        _train(manager, ZeroDivisionError(), [{"w": np.ones(4)}], first=3)
+    return disk.calls
+
+
+@pytest.mark.parametrize("operation", ["list", "unlink"])
+def test_replaced_emergency_save_that_cannot_be_removed_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, operation: str
+) -> None:
+    calls = _fail_on(tmp_path / "sound", operation, None)
+    assert _names(tmp_path / "sound") == ["net-2.ckpt", "net-3-r1.ckpt"]
+    assert not caplog.text
+    last = calls.count(operation)
+    assert any(
+        _fail_on(tmp_path / str(call), operation, call)
+        and "replaced emergency saves" in caplog.text
+        for call in range(last, max(0, last - 4), -1)
+    )
 
 
 def test_failed_exception_save_is_a_note_on_the_exception(tmp_path: Path) -> None:
