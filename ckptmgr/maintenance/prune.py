@@ -64,11 +64,11 @@ class VerifiedPlanner:
             if not decided.dropped or newest is None or self._problem(newest) is None:
                 return decided
 
-    def has_intact(self, history: Sequence[Checkpoint]) -> bool:
-        """Return whether a checkpoint of a series is intact; the newest is verified first."""
+    def newest_intact(self, history: Sequence[Checkpoint]) -> Checkpoint | None:
+        """Return the newest intact checkpoint of a series, or None; the newest is verified first."""
         countable = (c for c in history if c.is_countable)
         newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
-        return any(self._problem(checkpoint) is None for checkpoint in newest_first)
+        return next((one for one in newest_first if self._problem(one) is None), None)
 
     def _problem(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.path not in self._problems:
@@ -129,6 +129,7 @@ class Proposal:
     Attributes:
         leftovers: Remains of interrupted saves, and files that live processes are writing.
         expired: Batches in the trash whose grace time is over.
+        intact: Checkpoints outside the trash, verified, because of which the expired batches go.
         spared: Those of them that stay, because a series has no intact checkpoint outside the
             trash.
     """
@@ -138,6 +139,7 @@ class Proposal:
     plans: tuple[SeriesPlan, ...]
     leftovers: tuple[Checkpoint, ...] = ()
     expired: tuple[Batch, ...] = ()
+    intact: tuple[Checkpoint, ...] = ()
     spared: tuple[Batch, ...] = ()
 
     @property
@@ -201,23 +203,25 @@ def propose(
         decided = planner.plan(_finished(found, name), policy, now)
         plans.append(SeriesPlan(series=name, plan=decided, damaged=planner.damaged))
     old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
-    spared = tuple(b for b in old if not _may_go(store, b, found, planner))
+    intact = {b: _intact_outside(store, b, found, planner) for b in old}
+    spared = tuple(b for b in old if None in intact[b])
     return Proposal(
         now=now,
         policy=policy,
         plans=tuple(plans),
         leftovers=tuple(sorted((c for c in found if c.state in UNFINISHED), key=lambda c: c.name)),
         expired=tuple(b for b in old if b not in spared),
+        intact=tuple({one.path: one for b in old for one in intact[b] if one}.values()),
         spared=spared,
     )
 
 
-def _may_go(
+def _intact_outside(
     store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
-) -> bool:
-    """Return whether every series in a batch has an intact checkpoint outside the trash."""
+) -> list[Checkpoint | None]:
+    """Return the newest intact checkpoint outside the trash, or None, for each series in a batch."""
     names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
-    return all(planner.has_intact(_finished(found, name)) for name in names)
+    return [planner.newest_intact(_finished(found, name)) for name in sorted(names)]
 
 
 def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
@@ -259,13 +263,20 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
                 outcome.failures.append(error)
     for batch in proposal.expired:
         try:
+            _check_may_go(store, proposal, batch)
             trash.discard_batch(store, batch)
             outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
             outcome.notes.append("left the trash alone: another process restores or removes it")
-        except OSError as error:
+        except (UnsafePrune, OSError) as error:
             outcome.failures.append(error)
     return outcome
+
+
+def _check_may_go(store: Store, proposal: Proposal, batch: Batch) -> None:
+    """Raise UnsafePrune unless the checkpoints because of which a batch goes are still there."""
+    series = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
+    store.check_needed(one for one in proposal.intact if one.series in series)
 
 
 def _prune_series(
@@ -282,11 +293,12 @@ def _prune_series(
             hint="run prune again and look at the new plan",
         )
     dropped = shown.plan.dropped
+    needed = [one for one in shown.plan.kept if one.is_countable and one.path not in shown.damaged]
     if into is None:
-        outcome.failures += store.remove(dropped)
+        outcome.failures += store.remove(dropped, needed=needed)
     else:
         outcome.batch = into
-        outcome.failures += trash.throw_away(store, dropped, into)
+        outcome.failures += trash.throw_away(store, dropped, into, needed=needed)
     staying = trash.taken_names(store, dropped)
     outcome.removed += [c for c in dropped if c.name not in staying]
 

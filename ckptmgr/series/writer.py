@@ -393,7 +393,9 @@ class SeriesWriter:
             with defer_signals(), self.changing:
                 present = self.store.scan()
                 decided = self._planned(policy, present)
-                failures = self._remove(decided.dropped, present)
+                # The newest alone: looking at each of many would take longer than the save.
+                needed = [one for one in decided.kept if one.is_countable][:1]
+                failures = self._remove(decided.dropped, present, needed=needed)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             self._observers.emit("prune", error, path=self.store.directory, series=self.series)
@@ -415,7 +417,8 @@ class SeriesWriter:
                     for one in replaced_emergencies(newest, present, lineage)
                     if self.resumed_from is None or one.path != self.resumed_from.path
                 ]
-                failures = self._remove(dropped, present)
+                needed = [one for one in present if one.path == newest.path]
+                failures = self._remove(dropped if needed else [], present, needed=needed)
         except OSError as error:
             failures = [error]
         for failure in failures:
@@ -437,8 +440,13 @@ class SeriesWriter:
         )
 
     def _remove(
-        self, dropped: Sequence[Checkpoint], present: Sequence[Checkpoint]
+        self,
+        dropped: Sequence[Checkpoint],
+        present: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint],
     ) -> Sequence[Exception]:
+        """Remove checkpoints because of the `needed` ones that stay; return what failed."""
         # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
@@ -450,10 +458,10 @@ class SeriesWriter:
         for series, checkpoints in by_series.items():
             try:
                 if series == self.series:
-                    failures += self.store.remove(checkpoints, staying=staying)
+                    failures += self.store.remove(checkpoints, needed=needed, staying=staying)
                 else:
                     with self.store.lease(series):
-                        failures += self.store.remove(checkpoints)
+                        failures += self.store.remove(checkpoints, needed=needed)
             except (StoreLocked, CkptmgrError) as error:
                 failures.append(error)
         return failures

@@ -50,7 +50,7 @@ from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.reader import check_is_file
-from ckptmgr.store.name_leases import HeldNames, hold_unchanged
+from ckptmgr.store.name_leases import HeldNames, hold_unchanged, is_same
 from ckptmgr.store.publish import Publisher
 from ckptmgr.store.recovery import recover
 
@@ -170,20 +170,26 @@ class Store:
         return listed_alone(self.manifests, self.processes, name)
 
     @contextlib.contextmanager
-    def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
+    def unchanged(
+        self, checkpoints: Sequence[Checkpoint], *, needed: Sequence[Checkpoint] = ()
+    ) -> Iterator[HeldNames]:
         """Hold the names of the checkpoints that are unchanged since their listing.
 
-        The leases of their series must be held.
+        The leases of their series must be held. `needed` are the staying ones that justify the
+        removal; see `check_needed`.
 
         Raises:
             StoreLocked: One of those leases is lost.
+            UnsafePrune: A needed checkpoint is not there as it was listed.
             OSError: From the disk.
         """
         with (
             self.fs.hold_directory(self.directory),
             hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
         ):
-            # Last, because taking the leases of many names takes long.
+            # Both last, because taking the leases of many names takes long.
+            if checkpoints:
+                self.check_needed(needed)
             self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
             yield held
 
@@ -280,7 +286,11 @@ class Store:
             )
 
     def remove(
-        self, checkpoints: Sequence[Checkpoint], *, staying: Sequence[Checkpoint] | None = None
+        self,
+        checkpoints: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint] = (),
+        staying: Sequence[Checkpoint] | None = None,
     ) -> list[Exception]:
         """Remove checkpoints durably; return the errors of those that could not be removed.
 
@@ -289,16 +299,18 @@ class Store:
 
         Args:
             checkpoints: The checkpoints to remove.
+            needed: The staying ones because of which these go; they must still be there.
             staying: The other checkpoints, where the caller has just listed them after a durable
                 save; None to list them. A power cut may then bring back what is removed last: the
                 manifest, or the files of ranks, which are leftovers.
 
         Raises:
             StoreLocked: A lease is lost; nothing was removed.
-            UnsafePrune: It would remove the last countable checkpoint of the directory.
+            UnsafePrune: It would remove the last countable checkpoint of the directory, or a needed
+                one is not there as it was listed.
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
-        with defer_signals(), self.unchanged(checkpoints) as held:
+        with defer_signals(), self.unchanged(checkpoints, needed=needed) as held:
             return held.failures + self._remove(held.checkpoints, is_after_save=staying is not None)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
@@ -351,6 +363,26 @@ class Store:
             raise UnsafePrune(
                 "refused: this would remove the last good checkpoint", path=self.directory
             )
+
+    def check_needed(self, needed: Iterable[Checkpoint]) -> None:
+        """Raise unless the checkpoints because of which others go are still as they were listed.
+
+        A process that changes one later could as well have changed it after the removal.
+
+        Raises:
+            UnsafePrune: One was removed, saved again, or is no longer whole.
+            OSError: From the disk.
+        """
+        for one in needed:
+            now = self.look(one.name)
+            # Of a sharded one only the manifest is looked at: another save never has its name.
+            if now is None or not is_same(now, one) or not (one.shards or now.state is one.state):
+                raise UnsafePrune(
+                    "was removed or saved again after it was decided that others go because it "
+                    "stays; they stay, too",
+                    path=one.path,
+                    hint="run prune again and look at the new plan",
+                )
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""

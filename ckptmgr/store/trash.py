@@ -96,14 +96,22 @@ def new_batch_path(store: Store, now: datetime) -> Path:
     return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(STAMP)
 
 
-def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[Exception]:
+def throw_away(
+    store: Store,
+    checkpoints: Sequence[Checkpoint],
+    into: Path,
+    *,
+    needed: Sequence[Checkpoint] = (),
+) -> list[Exception]:
     """Move checkpoints into the batch folder `into`, durably; return the errors of those that stay.
 
     A checkpoint under whose name another process saves, or saved since the listing, stays; that is
-    one of the errors. The leases of the series must be held.
+    one of the errors. The leases of the series must be held. `needed` are the staying ones because
+    of which these go.
 
     Raises:
-        UnsafePrune: It would take the last good checkpoint, or the trash is a link or no folder.
+        UnsafePrune: It would take the last good checkpoint, a needed one is not there as it was
+            listed, or the trash is a link or no folder.
         OSError: The folder cannot be created, or the directories cannot be synced.
     """
     store.check_not_all(checkpoints, store.scan())
@@ -111,7 +119,7 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     with (
         _new_batch(store, into),
         defer_signals(),
-        store.unchanged(checkpoints) as held,
+        store.unchanged(checkpoints, needed=needed) as held,
     ):
         others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
         failures, moved = _move_all(store, list(others), store.directory, into)

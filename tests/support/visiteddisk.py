@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.leases import lease_path
 from tests.support.failingdisk import FailingDisk
 
 
@@ -31,4 +32,20 @@ class VisitedDisk(FailingDisk):
     def _meet(self, operation: str, path: Path) -> None:
         super()._meet(operation, path)
         if len(self.calls) == self._at:
+            self._visit()
+
+
+class DiskVisitedAtLock(FailingDisk):
+    """A `FileSystem` that calls `visit` once, before the lease on a name is taken."""
+
+    def __init__(self, visit: Callable[[], None], name: str) -> None:
+        super().__init__(OsFileSystem())
+        self._visit = visit
+        self._lease = lease_path(Path(), name).name
+        self.was_visited = False
+
+    def _meet(self, operation: str, path: Path) -> None:
+        super()._meet(operation, path)
+        if operation == "lock" and path.name == self._lease and not self.was_visited:
+            self.was_visited = True
             self._visit()
