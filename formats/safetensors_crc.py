@@ -4,7 +4,7 @@
 It covers, over the names in sorted order, the UTF-8 of the name and the content. Quirk: MindSpore
 hashes `bytes(array)`, and for a 0-d integer of value v that is v zero bytes. It cannot hash
 negative ones at all, nor any bfloat16 (its save fails); here bfloat16 hashes its bytes like every
-other type.
+other type, and a negative 0-d integer counts as the unsigned one of the same bytes.
 
 Source: `_exec_save`, `_load_safetensors_into_param_dict` of MindSpore 2.10.
 """
@@ -33,32 +33,41 @@ def fold_crc(
     """Return MindSpore's CRC32 over tensors, each with a function that yields its content in parts.
 
     The contents are read in the given order, so that a file can be read from its start to its end.
-
-    Raises:
-        UnsupportedError: A negative 0-d integer.
     """
     return _fold({spec.name: _content_crc(spec, parts()) for spec, parts in contents})
 
 
 def check_scalar(tensor: Tensor) -> None:
-    """Raise if a tensor has no CRC; only the content of a 0-d integer is read.
+    """Raise if MindSpore has no CRC for a tensor; only the content of a 0-d integer is read.
 
     Raises:
         FormatError: Its content is shorter or longer than its type demands.
         UnsupportedError: A negative 0-d integer.
     """
     if _is_integer(tensor.spec):
-        _scalar(tensor.spec, bytes(content_of(tensor)))
+        _refuse_negative(tensor.spec, bytes(content_of(tensor)))
+
+
+def _refuse_negative(spec: TensorSpec, content: bytes) -> None:
+    value = int.from_bytes(content, "little", signed=not spec.dtype.name.startswith("u"))
+    if value < 0:
+        raise UnsupportedError(
+            f"MindSpore has no CRC for a negative scalar ({value}); save without crc, or store it"
+            " with shape [1]",
+            tensor=spec.name,
+        )
 
 
 class ContentsCrc:
     """Computes MindSpore's CRC32 of names and contents that are added in any order.
 
     `entries` are its tensors in data order, without gaps; `stop` is the end of the last content.
+    With `is_for_mindspore` the CRC must be one that MindSpore can check.
     """
 
-    def __init__(self, entries: Sequence[TensorEntry]) -> None:
+    def __init__(self, entries: Sequence[TensorEntry], *, is_for_mindspore: bool = False) -> None:
         self._entries = entries
+        self._is_for_mindspore = is_for_mindspore
         self._starts = [entry.pieces[0].offset for entry in entries]
         self.stop = max((sum(entry.pieces[0]) for entry in entries), default=0)
         self._crcs: dict[tuple[int, int], _Crc] = {}
@@ -79,16 +88,23 @@ class ContentsCrc:
             index += 1
 
     def value(self) -> int:
-        """Return the CRC32 of all contents; UnsupportedError for a negative 0-d integer."""
+        """Return the CRC32 of all contents.
+
+        Raises:
+            UnsupportedError: MindSpore is to check it, and there is a negative 0-d integer.
+        """
         crcs = [(0, 0)] * len(self._entries)
         for index, low in sorted(self._crcs):
             crcs[index] = _combined(crcs[index], self._crcs[index, low])
         scalars: defaultdict[int, bytes] = defaultdict(bytes)
         for index, low in sorted(self._scalars):
             scalars[index] += self._scalars[index, low]
+        if self._is_for_mindspore:
+            for index, content in scalars.items():
+                _refuse_negative(self._entries[index].spec, content)
         return _fold(
             {
-                entry.name: _scalar(entry.spec, scalars[index]) if index in scalars else crcs[index]
+                entry.name: _zeros_of(scalars[index]) if index in scalars else crcs[index]
                 for index, entry in enumerate(self._entries)
             }
         )
@@ -114,7 +130,7 @@ def _fold(pieces: Mapping[str, _Crc | int]) -> int:
 def _content_crc(spec: TensorSpec, parts: Iterable[bytes | memoryview]) -> _Crc | int:
     """Return the CRC32 and length of a content, or, of a 0-d integer, its zero bytes."""
     if _is_integer(spec):
-        return _scalar(spec, b"".join(parts))
+        return _zeros_of(b"".join(parts))
     value = 0
     for part in parts:
         value = crc32(part, value)
@@ -141,12 +157,6 @@ def append_zeros(value: int, count: int) -> int:
     return value
 
 
-def _scalar(spec: TensorSpec, content: bytes) -> int:
-    value = int.from_bytes(content, "little", signed=not spec.dtype.name.startswith("u"))
-    if value < 0:
-        raise UnsupportedError(
-            f"MindSpore has no CRC for a negative scalar ({value}); save without crc, or store it"
-            " with shape [1]",
-            tensor=spec.name,
-        )
-    return value
+def _zeros_of(content: bytes) -> int:
+    """Return the number of zero bytes that stand for a 0-d integer."""
+    return int.from_bytes(content, "little")

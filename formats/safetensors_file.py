@@ -61,18 +61,20 @@ def build_safetensors_image(
     *,
     metadata: Mapping[str, str] | None = None,
     crc: bool = False,
+    is_crc_for_mindspore: bool = True,
     is_as_library: bool = False,
 ) -> Image:
     """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
 
     Without a `format` in the metadata it is `DEFAULT_FORMAT`. With MindSpore's, order and padding
     are those of the library, which MindSpore writes with; so are they with `is_as_library`, and
-    then there is no metadata but the given.
+    then there is no metadata but the given. With `is_crc_for_mindspore`, a scalar is refused for
+    which MindSpore has no CRC.
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
-        UnsupportedError: An element type without spelling, a scalar MindSpore has no CRC for, or
-            too many tensors.
+        UnsupportedError: An element type without spelling, a scalar without a CRC, or too many
+            tensors.
     """
     check_count(len(items))
     stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
@@ -87,11 +89,25 @@ def build_safetensors_image(
         return _image(HeaderText(specs, metadata, alignment=alignment), tensors)
     _check_names(tensors, stored, crc=crc)
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
-    return _image(HeaderText(specs, stored, alignment=alignment), tensors, crc=crc)
+    if crc and is_crc_for_mindspore:
+        for tensor in tensors:
+            check_scalar(tensor)
+    return _image(
+        HeaderText(specs, stored, alignment=alignment),
+        tensors,
+        crc=crc,
+        is_crc_for_mindspore=is_crc_for_mindspore,
+    )
 
 
-def _image(header: HeaderText, tensors: Sequence[Tensor], *, crc: bool = False) -> Image:
-    late_head = _late_head(header, tensors) if crc else None
+def _image(
+    header: HeaderText,
+    tensors: Sequence[Tensor],
+    *,
+    crc: bool = False,
+    is_crc_for_mindspore: bool = True,
+) -> Image:
+    late_head = _late_head(header, is_for_mindspore=is_crc_for_mindspore) if crc else None
     builder = ImageBuilder()
     if not crc:
         builder.add(header.encode())
@@ -123,22 +139,21 @@ def _library_placing(tensor: Tensor) -> tuple[int, str]:
     return SAFETENSORS_ORDER.index(spelling_of(tensor.spec.dtype) or ""), tensor.spec.name
 
 
-def _late_head(header: HeaderText, tensors: Sequence[Tensor]) -> LateHead | None:
+def _late_head(header: HeaderText, *, is_for_mindspore: bool) -> LateHead | None:
     """Return the header as a late head, or None if it is too long for one."""
     size_bytes = len(header.encode(0))
     if size_bytes > MOST_LATE_BYTES:
         return None
-    for tensor in tensors:  # a tensor without a CRC is refused before anything is written
-        check_scalar(tensor)
-    start_crc = partial(_start_crc, header.specs, size_bytes)
+    start_crc = partial(_start_crc, header.specs, size_bytes, is_for_mindspore)
     return LateHead(size_bytes=size_bytes, start_crc=start_crc, encode=header.encode)
 
 
-def _start_crc(specs: Sequence[TensorSpec], offset: int) -> ContentsCrc:
+def _start_crc(specs: Sequence[TensorSpec], offset: int, is_for_mindspore: bool) -> ContentsCrc:
     sizes_bytes = [spec.size_bytes for spec in specs]
     pieces = map(ContentRun, accumulate(sizes_bytes, initial=offset), sizes_bytes)
     return ContentsCrc(
-        [TensorEntry(spec, (piece,)) for spec, piece in zip(specs, pieces, strict=True)]
+        [TensorEntry(spec, (piece,)) for spec, piece in zip(specs, pieces, strict=True)],
+        is_for_mindspore=is_for_mindspore,
     )
 
 
@@ -230,7 +245,6 @@ def read_safetensors_into(
 
     Raises:
         FormatError: A bool is neither 0 nor 1.
-        UnsupportedError: A negative 0-d integer, for which MindSpore has no CRC.
     """
     return fold_crc(
         (entry.spec, partial(_stream, source, entry, buffers(entry))) for entry in index.entries

@@ -133,6 +133,7 @@ SAVE = {
     "crc_check": Probe(see.saved_file, True),
     "format": Probe(see.saved_file, "safetensors"),
     "verify_after_write": Probe(see.saved_file, True),
+    "manifest": Probe(see.saved_file, False),
     "signing_key": Probe(see.saved_file, SIGNER),
     "compression": Probe(see.saved_file, "zstd", SAFE),
     "compression_level": Probe(see.saved_file, 19, PACKED),
@@ -185,6 +186,7 @@ SAVE_STATE = {
     "compression_level": Probe(see.saved_state, 19, {"compression": "zstd"}),
     "crc_check": Probe(see.saved_state, True),
     "verify_after_write": Probe(see.saved_state, True),
+    "manifest": Probe(see.saved_state, False),
 }
 
 _STATE = {"load": load_state}

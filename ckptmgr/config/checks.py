@@ -184,6 +184,32 @@ def check_is_bool(name: str, value: object) -> bool:
     return check_type(name, value, bool)
 
 
+def check_manifest(manifest: object, **in_it: object) -> bool:
+    """Return whether a manifest is wanted; without one, nothing that goes into it may be given.
+
+    Raises:
+        ValueError: Something of it is given (is not None), or `manifest` is no bool.
+    """
+    if check_is_bool("manifest", manifest):
+        return True
+    for name, value in in_it.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} goes into the manifest, so it has no effect with manifest=False; leave one of them out"
+            )
+    return False
+
+
+def check_crc(crc_check: bool | None, *, has_manifest: bool, is_checked: bool) -> bool:
+    """Return whether a file gets a CRC32; by default where nothing else would show its damage.
+
+    `is_checked` if the file is encrypted or compressed, which both check its content.
+    """
+    if crc_check is None:
+        return not has_manifest and not is_checked
+    return check_is_bool("crc_check", crc_check)
+
+
 def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
     """Raise KeyProblem when the cipher mode is unknown or does not take a key of this length.
 

@@ -30,7 +30,9 @@ from ckptmgr.config.checks import (
     check_bool,
     check_cipher_mode,
     check_compression,
+    check_crc,
     check_is_bool,
+    check_manifest,
     check_options,
     check_signing_key,
     check_trusted_keys,
@@ -83,10 +85,11 @@ def save_checkpoint(
     enc_key: bytes | str | None = None,
     enc_mode: str = "AES-GCM",
     choice_func: Callable[[str], bool] | None = None,
-    crc_check: bool = False,
+    crc_check: bool | None = None,
     format: str = "ckpt",
     *,
     verify_after_write: bool = False,
+    manifest: bool = True,
     signing_key: str | SigningKey | None = None,
     compression: str | None = None,
     compression_level: int = 1,
@@ -113,10 +116,13 @@ def save_checkpoint(
             source, as for `CheckpointConfig`.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
         choice_func: Which names to save.
-        crc_check: Store a CRC32; with a key, inside the encryption.
+        crc_check: Store a CRC32; with a key, inside the encryption. None (MindSpore: False) stores
+            one with `manifest=False`, if the file is neither encrypted nor compressed.
         format: `ckpt` or `safetensors`.
         verify_after_write: Read the file back from the disk, past the page cache, before it is
             published.
+        manifest: Leave a manifest with digests beside the file. False leaves the file alone, as
+            MindSpore does, and refuses what goes into a manifest: `signing_key`, `global_step_num`.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
         metadata: Strings to store beside the tensors; for safetensors only. Its `format` is written
@@ -153,8 +159,15 @@ def save_checkpoint(
     check_append_dict(append_dict)
     check_given_key("enc_key", enc_key)
     check_cipher_mode("enc_mode", enc_mode)
-    check_is_bool("crc_check", crc_check)
     more = check_more_options(kwargs, format)
+    has_manifest = check_manifest(
+        manifest, signing_key=signing_key, global_step_num=more.global_step_num
+    )
+    has_crc = check_crc(
+        crc_check,
+        has_manifest=has_manifest,
+        is_checked=enc_key is not None or compression is not None,
+    )
     check_safetensors_options(format, enc_key, enc_mode, more)
     key = resolve_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
@@ -167,9 +180,10 @@ def save_checkpoint(
         format=format,
         key=key,
         mode=enc_mode,
-        has_crc=crc_check,
+        has_crc=has_crc,
         compression_level=level,
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
+        has_manifest=has_manifest,
     )
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))

@@ -7,9 +7,10 @@ ckptmgr.load_state("run/last.safetensors", into={"model": model, "step": 0, "rng
 ```
 
 The tensors are stored as in any checkpoint, and the skeleton of the state in the metadata of the
-file, so the file alone restores the state. The manifest beside it has the digests of its content.
-Without the manifest an encrypted file is proven by its seal, a plain one with `crc_check` by its
-CRC32; of other plain files only the structure is checked.
+file, so the file alone restores the state. The manifest beside it has the digests of its content;
+`manifest=False` leaves exactly one file. Without the manifest an encrypted file is proven by its
+seal, a compressed one checked by its frames, and a plain one by its CRC32, which `manifest=False`
+stores by default; of other plain files only the structure is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from typing import TYPE_CHECKING
 from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
+    check_crc,
     check_is_bool,
+    check_manifest,
     check_signing_key,
     check_trusted_keys,
 )
@@ -77,13 +80,14 @@ def save_state(
     signing_key: str | SigningKey | None = None,
     compression: str | None = None,
     compression_level: int = 1,
-    crc_check: bool = False,
+    crc_check: bool | None = None,
     verify_after_write: bool = False,
+    manifest: bool = True,
 ) -> Checkpoint:
     """Save a nested state to one file; when it returns, the state survives a power cut.
 
     The file replaces an older one only when it is whole and on the disk: after Ctrl-C, `kill -9` or
-    a power cut, the path has its old content or the new one. A manifest is left beside it.
+    a power cut, the path has its old content or the new one.
 
     Args:
         state: What `CheckpointManager.save` takes: any nesting of dicts, lists, numbers, arrays,
@@ -100,8 +104,11 @@ def save_state(
         signing_key: The source of an Ed25519 private key, which signs the manifest.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19.
-        crc_check: Store a CRC32, which checks a plain file whose manifest is lost.
+        crc_check: Store a CRC32, which checks a plain file whose manifest is lost. None stores one
+            with `manifest=False`, if the file is neither encrypted nor compressed.
         verify_after_write: Read the file back from the disk before it is published.
+        manifest: Leave a manifest with digests beside the file. False leaves the file alone, and
+            refuses what goes into a manifest: `step`, `epoch`, `metrics`, `signing_key`.
 
     Returns:
         The checkpoint as listed.
@@ -113,6 +120,9 @@ def save_state(
         StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`; an older file of this
             name is intact.
     """
+    has_manifest = check_manifest(
+        manifest, step=step or None, epoch=epoch, metrics=metrics, signing_key=signing_key
+    )
     place = Path(os.path.realpath(path))
     is_encrypted = enc_key is not None or bool(check_recipients(enc_recipients))
     stored_as = _format_of(place.name, format)
@@ -127,9 +137,14 @@ def save_state(
             "enc_key", enc_key, mode=enc_mode, format=stored_as, recipients=enc_recipients
         ),
         mode=enc_mode,
-        has_crc=check_is_bool("crc_check", crc_check),
+        has_crc=check_crc(
+            crc_check,
+            has_manifest=has_manifest,
+            is_checked=is_encrypted or compression is not None,
+        ),
         compression_level=level,
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
+        has_manifest=has_manifest,
     )
     _check_envelope(place.name, options)
     facts = {"step_num": checked_count("step", step), "epoch_num": checked_epoch(epoch)}

@@ -65,6 +65,7 @@ class NewDataFile:
         mode: int,
         replaced: Replaced,
         is_rank_file: bool,
+        has_manifest: bool,
     ) -> None:
         self._manifests = manifests
         self._fs = manifests.fs
@@ -77,6 +78,7 @@ class NewDataFile:
         self._mode = mode
         self._replaced = replaced
         self._is_rank_file = is_rank_file
+        self._has_manifest = has_manifest
         self._is_temporary = True
 
     @contextlib.contextmanager
@@ -98,15 +100,19 @@ class NewDataFile:
             yield stored
 
     def publish(self, manifest: Manifest, *, mode: int | None = None) -> None:
-        """Give the file its name; with its manifest, unless it is the file of a rank.
+        """Give the file its name; with its manifest, unless it is to have none.
 
         `mode` has the permission bits of the manifest, where they differ from those of the data.
         """
         if self._is_rank_file:
             self._publish_alone()
-            return
-        self._is_temporary = False
-        self._commit(manifest, self._mode if mode is None else mode)
+        elif self._has_manifest or self._replaced.is_described:
+            self._is_temporary = False
+            self._commit(manifest, self._mode if mode is None else mode)
+            if not self._has_manifest:
+                self._remove_manifest()
+        else:
+            self.give_name()
 
     def give_name(self) -> None:
         """Give the file its name, replacing any other, without a manifest; hold the name's lease.
@@ -175,6 +181,13 @@ class NewDataFile:
             # Without a sync: until the next one the manifest of both sides describes the new data.
             manifests.put(manifest, series=self._series, mode=mode)
 
+    def _remove_manifest(self) -> None:
+        """Remove the manifest durably, which the overwritten file needed until its data was gone."""
+        fs, name = self._fs, self._name
+        self._manifests.leases.check(self._series, name)
+        unlink_if_present(fs, self._directory / manifest_name(name))
+        fs.sync_directory(self._directory)
+
     def _is_there(self) -> bool:
         return _may_exist(self._fs, self._temp)
 
@@ -209,6 +222,7 @@ class Publisher:
         size_bytes: int,
         mode: int = 0o400,
         is_rank_file: bool = False,
+        has_manifest: bool = True,
     ) -> Iterator[NewDataFile]:
         """Create a data file under a temporary name, to be written and published in a `with` block.
 
@@ -221,6 +235,8 @@ class Publisher:
             size_bytes: Size of the file, to check and reserve space; 0 where it is unknown.
             mode: Permission bits of data and manifest.
             is_rank_file: The file belongs to a set: its name is new, and it gets no manifest.
+            has_manifest: Leave a manifest beside the file, whose lease must be held otherwise. One
+                that the name has is removed after the commit.
 
         Raises:
             StoreFull: Not enough space; nothing was changed.
@@ -234,7 +250,9 @@ class Publisher:
             self._fs.make_directory(self._directory, mode=0o700)
             with self._fs.hold_directory(self._directory):
                 self.check_space(size_bytes)
-                replaced = NOTHING_REPLACED if is_rank_file else self._replaced(name)
+                replaced = NOTHING_REPLACED
+                if not is_rank_file and (has_manifest or self._is_described(name)):
+                    replaced = self._replaced(name)
                 with defer_signals():
                     file = self._fs.create(temp, mode=mode, owner_of=self._directory / name)
                     new = NewDataFile(
@@ -247,6 +265,7 @@ class Publisher:
                         mode=mode,
                         replaced=replaced,
                         is_rank_file=is_rank_file,
+                        has_manifest=has_manifest,
                     )
                     try:
                         yield new
@@ -254,6 +273,10 @@ class Publisher:
                         new.close()
         except OSError as error:
             raise explain_error(error, self._directory / name, size_bytes, self._fs) from error
+
+    def _is_described(self, name: str) -> bool:
+        """Return whether there is a manifest of this name; OSError where that is not known."""
+        return self._fs.status(self._directory / manifest_name(name)) is not None
 
     def _replaced(self, name: str) -> Replaced:
         """Return the manifest and its content of the file that has this name now, if any.

@@ -127,16 +127,17 @@ class Store:
             before = names
         return found
 
-    def read_manifest(self, data_name: str) -> Manifest | None:
+    def read_manifest(self, data_name: str, *, is_bare_taken: bool = False) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
 
-        After an interrupted swap, returns the side that describes the present data.
+        After an interrupted swap, returns the side that describes the present data; with
+        `is_bare_taken` None, if that had no manifest.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
                 another key.
         """
-        return self.manifests.read(data_name)
+        return self.manifests.read(data_name, is_bare_taken=is_bare_taken)
 
     def open_data(self, path: Path) -> InputFile:
         """Open a data file that a manifest of the directory describes.

@@ -109,13 +109,13 @@ def open_source(
 
 def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Result]) -> _Result:
     """Call `read` with the manifest of a file; retry if another process replaced both meanwhile."""
-    manifest = store.read_manifest(name)
+    manifest = store.read_manifest(name, is_bare_taken=True)
     while True:
         try:
             return read(manifest)
         except CorruptCheckpoint:
             # A writer may have replaced both files since the manifest was read.
-            latest = store.read_manifest(name)
+            latest = store.read_manifest(name, is_bare_taken=True)
             if latest == manifest:
                 raise
             manifest = latest

@@ -33,6 +33,8 @@ class SaveOptions:
         file_mode: Permission bits of data and manifest; MindSpore's 0400 by default.
         is_as_library: Write a `safetensors` file as the library does, byte for byte.
         verify_after_write: Read the file back from the disk before it is published, and compare it.
+        has_manifest: Leave a manifest beside the file; without one its CRC may be one that
+            MindSpore cannot check.
     """
 
     format: str = "ckpt"
@@ -43,6 +45,7 @@ class SaveOptions:
     file_mode: int = 0o400
     is_as_library: bool = False
     verify_after_write: bool = False
+    has_manifest: bool = True
 
     @property
     def extension(self) -> str:

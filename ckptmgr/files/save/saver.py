@@ -54,6 +54,7 @@ def build_image(
                 items,
                 metadata=metadata,
                 crc=options.has_crc,
+                is_crc_for_mindspore=options.has_manifest,
                 is_as_library=options.is_as_library,
             )
         from ckptmgr.formats.mindspore.writer import build_ckpt_image
@@ -64,7 +65,7 @@ def build_image(
 def save_items(
     store: Store, order: SaveOrder, *, on_used: Callable[[Tensor], object] | None = None
 ) -> Manifest:
-    """Write and publish a file in the store's directory; return its manifest once both are durable.
+    """Write and publish a file in the store's directory; return its manifest once it is durable.
 
     `on_used` is called with each tensor whose bytes were all copied or encrypted, from any thread.
 
@@ -89,6 +90,7 @@ def save_items(
             size_bytes=size_bytes,
             mode=options.file_mode,
             is_rank_file=order.is_rank_file,
+            has_manifest=options.has_manifest,
         ) as new:
             with new.writing() as file:
                 written = write_content(file)

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.handle import SaveStats
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import parse_name, stem_of
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
@@ -48,19 +49,42 @@ def save_single_file(
         path.parent,
         trust=Trust(keys=options.key, signing_key=signing_key, allow_unencrypted=True),
     )
+    return save_named(
+        store,
+        path.name,
+        items,
+        options=options,
+        metadata=metadata,
+        facts=facts,
+        metrics=metrics,
+    )
+
+
+def save_named(
+    store: Store,
+    name: str,
+    items: Sequence[Item],
+    *,
+    options: SaveOptions,
+    metadata: Mapping[str, str] | None = None,
+    facts: Mapping[str, object] | None = None,
+    metrics: Mapping[str, float] | None = None,
+) -> Checkpoint:
+    """Save items under one name of a store; arguments and errors as `save_single_file`."""
+    path = store.directory / name
     order = SaveOrder(
-        name=path.name,
+        name=name,
         items=items,
         options=options,
-        series=path.name,
+        series=name,
         draft=_draft(path, options, facts or {}, metrics or {}),
         metadata=metadata,
     )
     started = time.perf_counter()
     with (
-        REGISTERED.watch(series=path.name, step=None, why="manual") as watch,
+        REGISTERED.watch(series=name, step=None, why="manual") as watch,
         defer_signals(),
-        lease_of_name(store, path.name),
+        lease_of_name(store, name),
     ):
         with deliver_signals():
             manifest = save_items(store, order)
@@ -72,7 +96,11 @@ def save_single_file(
         )
         watch.costs(cost)
         watch.durable(path)
-    return manifest.to_checkpoint(path.parent)
+    saved = manifest.to_checkpoint(store.directory)
+    if options.has_manifest:
+        return saved
+    # As it is listed: of its facts, nothing is in the file.
+    return replace(saved, state=State.UNVERIFIED, step=0, epoch=None, metrics={}, run_id=None)
 
 
 def _draft(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
@@ -27,17 +28,20 @@ def save_file(
     metadata: Mapping[str, str] | None = None,
     *,
     key: bytes | str | None = None,
+    manifest: bool = True,
 ) -> None:
     """Save arrays or tensors to one file; when it returns, they survive a power cut.
 
     Without a key, the file has the bytes that the library writes. With one it is a container, under
-    the same name. A manifest with digests is left beside it, and the file belongs to its owner only.
+    the same name. The file belongs to its owner only.
 
     Args:
         tensors: Name to array or tensor of NumPy, torch or JAX, or `PackedArray`.
         filename: The file, under this very name.
         metadata: Strings for the header.
         key: Encrypts the file: 16, 24 or 32 bytes, or a source as for `CheckpointConfig`.
+        manifest: Leave a manifest with digests beside the file. Without one, damage to the contents
+            of a plain file is not found: the library's files have no CRC32.
 
     Raises:
         ValueError: A value is no tensor; a torch tensor is sparse or not contiguous; the name is
@@ -63,7 +67,12 @@ def save_file(
         path,
         named_tensors(dict(tensors)),
         options=SaveOptions(
-            format="safetensors", key=keys, mode=_MODE, file_mode=0o600, is_as_library=True
+            format="safetensors",
+            key=keys,
+            mode=_MODE,
+            file_mode=0o600,
+            is_as_library=True,
+            has_manifest=check_is_bool("manifest", manifest),
         ),
         metadata=strings,
     )

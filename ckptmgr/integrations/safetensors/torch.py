@@ -21,6 +21,7 @@ def save_model(
     force_contiguous: bool = True,
     *,
     key: bytes | str | None = None,
+    manifest: bool = True,
 ) -> None:
     """Save a module; of tensors that share memory one, and the names of the others in the metadata.
 
@@ -35,7 +36,7 @@ def save_model(
     if force_contiguous:
         state = {name: tensor.contiguous() for name, tensor in state.items()}
     try:
-        save_file(state, filename, strings, key=key)
+        save_file(state, filename, strings, key=key, manifest=manifest)
     except ValueError as error:
         raise ValueError(f"{error} Or use save_model(..., force_contiguous=True).") from error
 

@@ -61,11 +61,13 @@ class ManifestReader:
         self.fs = fs
         self.trust = trust
 
-    def read(self, data_name: str) -> Manifest | None:
+    def read(self, data_name: str, *, is_bare_taken: bool = False) -> Manifest | None:
         """Return the manifest of a data file, or None if it has none.
 
         Of an interrupted swap, returns the side that describes the data. If a writer with other
         keys began it, those are not needed for the old side: its original manifest is preserved.
+        With `is_bare_taken`, a file that had none before the swap has none: the caller proves such
+        files by their seal.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
@@ -75,6 +77,8 @@ class ManifestReader:
         if side is not None:
             check_is_file(self.fs, self.directory / data_name)
         if side is not None and side.is_placeholder and self.trust.is_strict:
+            if is_bare_taken:
+                return None  # as before the save that was to replace the file
             raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
                 path=self.directory / data_name,
