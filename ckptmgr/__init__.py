@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
     from ckptmgr.policy.text import PolicyTextError, parse_policy
     from ckptmgr.series.candidates import Skipped
+    from ckptmgr.state.global_random import GlobalRandom
     from ckptmgr.state.paths import StateMismatch
     from ckptmgr.training.callback import ModelCheckpoint
     from ckptmgr.training.manager import CheckpointManager
@@ -72,6 +73,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "Forecast",
+    "GlobalRandom",
     "KeyProblem",
     "MemoryConfig",
     "ModelCheckpoint",
@@ -130,6 +132,7 @@ _HOMES = {
     "EverySeconds": "policy.save",
     "EverySteps": "policy.save",
     "Forecast": "policy.forecast",
+    "GlobalRandom": "state.global_random",
     "KeyProblem": "core.errors",
     "MemoryConfig": "config.memory",
     "ModelCheckpoint": "training.callback",

@@ -106,6 +106,13 @@ MANAGER = {
     "context": Probe(see.managed, RANK_1),
 }
 
+BATCHES = {
+    "loader": Probe(see.iterated, [3, 4]),
+    "name": Probe(see.iterated, "validation"),
+    "epoch": Probe(see.iterated, 2),
+    "random": Probe(see.iterated, [see.HIDDEN]),
+}
+
 CALLBACK = {
     "prefix": Probe(see.looped, "other"),
     "directory": Probe(see.looped, At(lambda d: str(d / "elsewhere"))),
@@ -291,6 +298,7 @@ _KEYWORDS = {
 TABLES: Mapping[Callable[..., Any], Mapping[str, Probe]] = {
     CheckpointConfig: CONFIG,
     CheckpointManager: MANAGER,
+    CheckpointManager.batches: BATCHES,
     ModelCheckpoint: CALLBACK,
     save_checkpoint: SAVE,
     load_checkpoint: LOAD,

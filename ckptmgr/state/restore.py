@@ -33,6 +33,7 @@ from ckptmgr.state.fill import (
     signature_of,
     with_values,
 )
+from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
 from ckptmgr.state.paths import Path, TreeError, mismatch
 from ckptmgr.state.random import (
@@ -306,6 +307,13 @@ class Restorer:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ_in_type(path, target, stored)
         self._claim(target, stored, path)
+        if isinstance(target, GlobalRandom):
+            self._read_contents(stored)
+            try:
+                self._generators.append(target.plan(stored))
+            except ValueError as error:
+                return self._differ(path, str(error))
+            return _give(target)
         torch = sys.modules.get("torch")
         is_sharded = has_dtensors(target)
         if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:

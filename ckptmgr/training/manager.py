@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
 from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
@@ -52,6 +52,7 @@ from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
 from ckptmgr.training.catalog import Catalog
+from ckptmgr.training.data_state import Batches, DataState
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
@@ -65,6 +66,9 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.training.resume import Resumption
+
+
+_Batch = TypeVar("_Batch")
 
 
 class CheckpointManager:
@@ -179,12 +183,14 @@ class CheckpointManager:
             is_there=self._reader.is_there,
         )
         self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
+        self._data = DataState()
         self._saver = StateSaver(
             parts,
             writer=self._writer,
             naming=self._reader,
             engine=self._engine,
             past=self._past,
+            data=self._data,
             forecaster=self._forecaster,
         )
         self._catalog = Catalog(
@@ -251,12 +257,14 @@ class CheckpointManager:
             self._engine.wait_until_idle()  # a save in flight would be newer
             if start == "new":
                 found = start_fresh(state, writer=self._writer, past=self._past)
+                self._data.forget()
             else:
                 found = resume_state(
                     state,
                     writer=self._writer,
                     reader=self._reader,
                     past=self._past,
+                    data=self._data,
                     allow_bare=allow_bare,
                 )
             if found.checkpoint is not None:
@@ -265,6 +273,39 @@ class CheckpointManager:
             doubts = () if found.doubt is None else (found.doubt,)
             facts["notes"] = (*notes_of(found.skipped), *doubts)
         return found
+
+    def batches(
+        self,
+        loader: Iterable[_Batch],
+        *,
+        name: str = "batches",
+        epoch: int | None = None,
+        random: Sequence[object] = (),
+    ) -> Batches[_Batch]:
+        """Return the batches of a loader; after `resume`, from where the run was saved, bit for bit.
+
+        Saves then also hold where the loader stands, and the global random numbers (see
+        `GlobalRandom`); neither need be in the state. The first pass after `resume` continues the
+        saved one: after the last batch of an epoch it is empty. A pass that was left by `break` is
+        continued, too.
+
+        A loader with `state_dict` and `load_state_dict` (StatefulDataLoader of torchdata) continues
+        at once. Any other is iterated again from the beginning of the pass, in the same order, and
+        the batches that were used are skipped.
+
+        Args:
+            loader: Any iterable of batches. It draws its order inside its iteration.
+            name: Name of the loader, for a run with several.
+            epoch: Given to `set_epoch` of the loader, its sampler or its dataset before a new pass.
+            random: Generators that the loader draws from, besides the global ones and those that
+                are attributes of it, of its sampler or of its dataset.
+
+        Raises:
+            ValueError: `epoch` without `set_epoch`; another loader is iterated under this name.
+            TypeError: One of `random` is no generator.
+            StateMismatch: The loader has fewer batches than were used, or other generators.
+        """
+        return Batches(self._data, loader, name=name, epoch=epoch, random=random)
 
     def step_end(
         self,
@@ -297,6 +338,7 @@ class CheckpointManager:
         check_metrics(metrics)
         self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
+        self._data.note(step)
         self._engine.check()
         progress = self._past.progress
         is_due = decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due

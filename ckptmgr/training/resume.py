@@ -37,6 +37,7 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
+from ckptmgr.training.data_state import DataState
 from ckptmgr.training.history import RunPast
 
 _LOG = logging.getLogger(__name__)
@@ -278,11 +279,12 @@ def resume_state(
     writer: SeriesWriter,
     reader: SeriesReader,
     past: RunPast,
+    data: DataState,
     allow_bare: bool = False,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
-    `past` is reset to its step.
+    `past` is reset to its step, and `data` to where the loaders stood.
     """
     started = time.perf_counter()
     writer.prepare()
@@ -290,11 +292,14 @@ def resume_state(
     found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
         past.start_fresh()
+        data.forget()
         return Resumption.fresh(state, skipped=found.skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.all_prepared():
+        restore_data = data.plan_restore(loaded.data)
         restore = loaded.plan_restore(state)
     restored = restore()
+    restore_data()
     writer.continue_from(checkpoint, loaded.manifest)
     is_own = checkpoint.run_id == writer.run_id
     past.start_at(checkpoint.step, is_own=is_own)

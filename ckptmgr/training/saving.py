@@ -14,7 +14,7 @@ from ckptmgr.config.surfaces import WHOLE_TENSORS
 from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.load.state import as_held_here, state_metadata
+from ckptmgr.files.load.state import DATA, as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import SaveWatch
@@ -23,6 +23,7 @@ from ckptmgr.policy.save import LastSave
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.state.arrays import named_tensors
+from ckptmgr.training.data_state import DataState
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
@@ -46,6 +47,7 @@ class StateSaver:
         naming: Naming,
         engine: SaveEngine,
         past: RunPast,
+        data: DataState,
         forecaster: Forecaster,
     ) -> None:
         self._parts = parts
@@ -53,6 +55,7 @@ class StateSaver:
         self._naming = naming
         self._engine = engine
         self._past = past
+        self._data = data
         self._forecaster = forecaster
         if parts.team.is_many:
             from ckptmgr.parallel.slicer import tensor_specs
@@ -140,11 +143,15 @@ class StateSaver:
                 from ckptmgr.files.serialization import join_items
 
                 items = join_items(items, named_tensors(append))
+            metadata = state_metadata(flat)
+            data = self._data.to_text(job.facts.step)
+            if data is not None:
+                metadata[DATA] = data
         except Exception as error:
             if not self._parts.team.is_many:
                 raise
             return replace(job, error=error)
-        return replace(job, items=items, metadata=state_metadata(flat))
+        return replace(job, items=items, metadata=metadata)
 
     def _flattened(self, state: object) -> _Flattened:
         """Return the tensors of a state, or an error for the other ranks, which wait for this one.

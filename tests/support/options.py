@@ -279,6 +279,36 @@ def managed(directory: Path, /, **options: Any) -> object:
     return files(directory), dates(directory), noted(directory)
 
 
+HIDDEN = np.random.default_rng(0)
+
+
+class _Loader:
+    """Its batches are of its epoch, and of a generator that is no attribute of it."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[object]:
+        yield from (self.epoch, *HIDDEN.permutation(9).tolist())
+
+
+def iterated(directory: Path, /, **options: Any) -> object:
+    """Iterate over a loader beside another one, and once more after a resumption."""
+    HIDDEN.bit_generator.state = np.random.default_rng(0).bit_generator.state
+    loader = options.pop("loader", None)
+    with CheckpointManager(directory) as manager:
+        each = iter(manager.batches(loader or _Loader(), **options))
+        seen = [next(each)]
+        manager.save(1, {"n": 1})
+        seen.append(tried(lambda: list(manager.batches([1]))))
+    HIDDEN.random()
+    with CheckpointManager(directory) as manager:
+        manager.resume({"n": 1})
+        return seen, tried(lambda: list(manager.batches(loader or _Loader(), **options)))
+
+
 def looped(directory: Path, /, *, config: Options | None = None, **options: Any) -> object:
     """Four steps with a callback; all files around it."""
     callback = ModelCheckpoint(

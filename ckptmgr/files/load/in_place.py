@@ -18,6 +18,7 @@ from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.load.bulk import fill_arrays, read_through
 from ckptmgr.files.load.open import OpenCheckpoint
+from ckptmgr.files.load.state import DATA
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.tensor import flat_memory
@@ -41,6 +42,7 @@ class InPlaceState:
         manifest: Manifest | None,
     ) -> None:
         self.manifest = manifest
+        self.data = opened.metadata.get(DATA)
         self._opened = opened
         self._plan = plan
         self._arrays = {**arrays, **plan.direct}

@@ -30,7 +30,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.regions import Interval, Region, region_shape
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
-from ckptmgr.files.load.state import SKELETON, StoredState
+from ckptmgr.files.load.state import DATA, SKELETON, StoredState
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes
@@ -129,7 +129,20 @@ class _Reading:
             arrays=arrays,
             manifest=self._files.manifest,
             kept=kept,
+            data=self._data(),
         )
+
+    def _data(self) -> str | None:
+        """Return where the loaders of this rank stood; None and a warning for other ranks."""
+        if self._is_same_world:
+            return self._files.metadata(self._home).get(DATA)
+        if DATA in self._files.metadata(self._home):
+            _LOG.warning(
+                "%s was saved by %d ranks, which divided the data otherwise: the data loaders begin their pass anew",
+                self._files.path,
+                self._files.world,
+            )
+        return None
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
         """Return the shapes of the tensors of this rank, and the names not saved for it."""

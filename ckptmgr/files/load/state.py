@@ -30,6 +30,10 @@ SKELETON_CRC = "ckptmgr.tree_crc32"
 """Decimal CRC-32 of the skeleton's UTF-8 text, in safetensors files that have MindSpore's CRC."""
 
 
+DATA = "ckptmgr.data"
+"""Where the data loaders of a run stand, beside its state; other programs need not know it."""
+
+
 def state_metadata(flat: tree.FlatState) -> dict[str, str]:
     """Return the metadata strings that are needed to restore the state."""
     found = {**flat.aliases, SKELETON: flat.skeleton}
@@ -90,6 +94,7 @@ class StoredState:
     """The verified content of a checkpoint; `skeleton` is None in a file of plain named tensors.
 
     `kept` lists paths in the state that no rank saved for this process, and that stay as they are.
+    `data` says where the data loaders of the run stood, if it was saved with them.
     """
 
     path: Path
@@ -97,6 +102,7 @@ class StoredState:
     arrays: Mapping[str, np.ndarray]
     manifest: Manifest | None
     kept: tuple[str, ...] = ()
+    data: str | None = None
 
     @classmethod
     def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
@@ -110,7 +116,8 @@ class StoredState:
         is_proven = opened.has_digests or opened.is_sealed
         values = read_values(opened, check_crc=opened.index.crc is not None and not is_proven)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-        return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
+        data = opened.metadata.get(DATA)
+        return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest, data=data)
 
     def put_back(self, state: object) -> object:
         """Restore into `state`, or new objects; raises as `compared`, before any change."""

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the data loaders of a run stand, and the global random numbers: `CheckpointManager.batches`.
+
+They are saved beside the state, as one text in the metadata of the file, so that a load by a
+program without them still works. Rules, each found by failing:
+
+* `iter(loader)` draws from generators. So they are put back twice: as they were before the iterator
+  was made, to get the same order and the same seeds of workers, and as they were at the save, at
+  the first batch.
+* A run that saved at the last batch of a pass has not seen the end of that pass. So its resumption
+  begins with an empty pass, after which the program goes on where the first one did: the scheduler
+  of an epoch steps, and the next pass draws its order.
+* Between two passes nothing is skipped: `resume` itself puts the generators back.
+* A save at the exit of the manager is of the last step that ended. A batch that was fetched after
+  it, and left by `break`, comes again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ckptmgr.core.errors import UnsupportedState
+from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.packed import pack, unpack
+from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.training.loaders import LoaderParts
+
+_VERSION = 1
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One pass over a loader: the batches that it gave, and what was drawn from before it began.
+
+    It is open until the loader has ended, also when the loop was left by `break`.
+    """
+
+    parts: LoaderParts
+    count: int = 0
+    is_open: bool = True
+    is_iterated: bool = True
+    start: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_state(self, at: _Place | None) -> dict[str, Any]:
+        """Return where the loader stands, or stood."""
+        count = self.count if at is None else at.batches
+        # Of torch's loaders a state at the end would cost one more draw when it is loaded.
+        has_state = self.parts.has_state and (self.is_open or not self.parts.is_torch)
+        return {
+            "is_open": self.is_open,
+            "count": count,
+            "start": dict(self.start) if self.is_open else None,
+            "generators": self.parts.generators() if at is None else at.generators,
+            "epochs": self._own_epochs(),
+            "loader": self.parts.loader.state_dict() if has_state and count == self.count else None,
+        }
+
+    def _own_epochs(self) -> dict[str, int]:
+        """Return the epoch numbers that the loader itself has advanced; others are the user's."""
+        before = self.start.get("epochs", {})
+        return {path: one for path, one in self.parts.epochs().items() if before.get(path) != one}
+
+
+class _Place(NamedTuple):
+    """Where an open pass stood at the end of a step."""
+
+    of: _Pass
+    batches: int
+    generators: Mapping[str, object]
+
+
+class _Noted(NamedTuple):
+    """The end of a step: the global random numbers, and the open passes."""
+
+    step: int
+    random: Mapping[str, object]
+    places: Mapping[str, _Place]
+
+
+class DataState:
+    """The places of the loaders of a manager, and the global random numbers."""
+
+    def __init__(self) -> None:
+        self._random = GlobalRandom()
+        self._passes: dict[str, _Pass] = {}
+        self._pending: dict[str, Any] = {}
+        self._pending_random: Any = None
+        self._noted: _Noted | None = None
+
+    def note(self, step: int) -> None:
+        """Remember where the loaders stand at the end of a step."""
+        if self._passes:
+            places = {
+                name: _Place(one, one.count, one.parts.generators())
+                for name, one in self._passes.items()
+                if one.is_open
+            }
+            self._noted = _Noted(step, self._random.state_dict(), places)
+
+    def to_text(self, step: int) -> str | None:
+        """Return what a save of a step stores; None if no loader was ever given."""
+        if not self._passes and not self._pending:
+            return None
+        places: Mapping[str, _Place] = {}
+        random: object = None
+        if self._noted is not None and self._noted.step == step:
+            places = {
+                name: place
+                for name, place in self._noted.places.items()
+                if self._passes.get(name) is place.of and place.of.is_open
+            }
+            random = self._noted.random
+        if not places:  # the passes have ended since, and the program went on
+            random = self._random.state_dict()
+        loaders = {name: one.to_state(places.get(name)) for name, one in self._passes.items()}
+        try:
+            return pack(
+                {"version": _VERSION, "random": random, "loaders": {**self._pending, **loaders}}
+            )
+        except UnsupportedState as error:
+            raise UnsupportedState(
+                f"the state of a data loader cannot be stored: {error.message}", hint=error.hint
+            ) from error
+
+    def forget(self) -> None:
+        """Begin anew, without places."""
+        self._passes.clear()
+        self._pending.clear()
+        self._noted = None
+
+    def plan_restore(self, text: str | None) -> Callable[[], None]:
+        """Return a function that takes the places of a checkpoint, and sets the random numbers.
+
+        Raises:
+            TreeError: The text is damaged.
+        """
+        if text is None:
+            return self.forget
+        stored = unpack(text)
+        if not isinstance(stored, dict) or stored.get("version") != _VERSION:
+            raise TreeError(
+                "the places of the data loaders are of an unknown version",
+                hint="resume with a newer ckptmgr",
+            )
+
+        def restore() -> None:
+            self.forget()
+            self._pending, self._pending_random = stored["loaders"], stored["random"]
+            put()
+
+        put = self._random.plan(stored["random"])
+        return restore
+
+    def batches(
+        self,
+        loader: Iterable[_T],
+        *,
+        name: str,
+        epoch: int | None,
+        random: Sequence[object],
+    ) -> Iterator[_T]:
+        """Yield the batches of one pass, from where the checkpoint was."""
+        self._refuse_beside(loader, name)
+        parts = LoaderParts(loader, random)
+        stored = self._pending.pop(name, None)
+        is_continued = stored is not None and stored["is_open"]
+        begin = self._continued if is_continued else self._begun
+        place, iterator = begin(parts, stored, name=name, epoch=epoch)
+        self._passes[name] = place
+        first = place.count
+        try:
+            for batch in iterator:
+                place.count += 1
+                yield batch
+            if is_continued and place.count == first and _is_stateful(parts, stored):
+                # It may have drawn what the first run drew before the save.
+                self._put_back(parts, stored, name)
+            place.is_open = False
+        finally:
+            place.is_iterated = False
+
+    def _refuse_beside(self, loader: object, name: str) -> None:
+        other = self._passes.get(name)
+        if other is not None and other.is_iterated and other.parts.loader is not loader:
+            raise ValueError(
+                f"another loader is being iterated as {name!r}; give each its name: manager.batches(loader, name='validation')"
+            )
+
+    def _begun(
+        self, parts: LoaderParts, stored: Mapping[str, Any] | None, *, name: str, epoch: int | None
+    ) -> tuple[_Pass, Iterator[Any]]:
+        if stored is not None:
+            _set_generators(parts, stored["generators"], name)
+            parts.set_epochs(stored["epochs"])
+            if _is_stateful(parts, stored):
+                parts.loader.load_state_dict(stored["loader"])
+        if epoch is not None:
+            parts.set_epoch(epoch)
+        start = {
+            "random": self._random.state_dict(),
+            "generators": parts.generators(),
+            "epochs": parts.epochs(),
+        }
+        return _Pass(parts, start=start), iter(parts.loader)
+
+    def _continued(
+        self, parts: LoaderParts, stored: Mapping[str, Any], *, name: str, epoch: int | None
+    ) -> tuple[_Pass, Iterator[Any]]:
+        del epoch  # that of the save counts
+        start, count = stored["start"], stored["count"]
+        _set_generators(parts, start["generators"], name)
+        parts.set_epochs(start["epochs"])
+        self._random.load_state_dict(start["random"])
+        has_state = _is_stateful(parts, stored)
+        if has_state:
+            parts.loader.load_state_dict(stored["loader"])
+        iterator = iter(parts.loader)
+        skipped = count if has_state else sum(1 for _ in itertools.islice(iterator, count))
+        if skipped < count:
+            raise StateMismatch(
+                f"loader {name!r} gives {skipped} batches, but the run was saved after batch {count} of it",
+                hint="resume with the same data and the same batch size",
+            )
+        self._put_back(parts, stored, name)
+        return _Pass(parts, count=count, start=start), iterator
+
+    def _put_back(self, parts: LoaderParts, stored: Mapping[str, Any], name: str) -> None:
+        """Set the generators as they were at the save."""
+        _set_generators(parts, stored["generators"], name)
+        self._random.load_state_dict(self._pending_random)
+
+
+def _is_stateful(parts: LoaderParts, stored: Mapping[str, Any]) -> bool:
+    return stored["loader"] is not None and parts.has_state
+
+
+def _set_generators(parts: LoaderParts, stored: Mapping[str, Any], name: str) -> None:
+    try:
+        parts.set_generators(stored)
+    except ValueError as error:
+        raise StateMismatch(
+            f"loader {name!r}: {error}",
+            hint="several loaders need names of their own: manager.batches(loader, name='validation')",
+        ) from None
+
+
+class Batches(Generic[_T]):
+    """The batches of a loader, pass by pass; see `CheckpointManager.batches`."""
+
+    def __init__(
+        self,
+        data: DataState,
+        loader: Iterable[_T],
+        *,
+        name: str,
+        epoch: int | None,
+        random: Sequence[object],
+    ) -> None:
+        self._data = data
+        self._loader = loader
+        self._name = name
+        self._epoch = epoch
+        self._random = tuple(random)
+
+    def __iter__(self) -> Iterator[_T]:
+        """Begin a pass, or continue the one in which the run was saved."""
+        return self._data.batches(
+            self._loader, name=self._name, epoch=self._epoch, random=self._random
+        )
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole pass, where the loader knows it."""
+        if not isinstance(self._loader, Sized):
+            raise TypeError(f"a {type(self._loader).__name__} has no length")
+        return len(self._loader)

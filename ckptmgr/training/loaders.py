@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data loaders of any library: what their order depends on, and where they stand.
+
+A loader is any iterable of batches. The order of a pass over it depends on random number
+generators and on epoch numbers, of the loader itself or of its sampler and dataset:
+
+* generators are attributes (`generator` of torch's DataLoader, `rng` of a class of the user's own),
+  arguments of a generator function, and those that the user names;
+* an epoch number belongs to what has `set_epoch`, as torch's DistributedSampler has.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any
+
+from ckptmgr.state.random import build_generator, generator_kind, generator_state, set_generator
+
+_PARTS = ("sampler", "batch_sampler", "dataset")
+_MAX_DEPTH = 3
+_EPOCHS = ("epoch", "iteration", "_epoch")
+
+
+class LoaderParts:
+    """What the order of a loader depends on; `given` are generators that the user names."""
+
+    def __init__(self, loader: Any, given: Sequence[object] = ()) -> None:
+        self.loader = loader
+        self._generators: dict[str, Any] = {}
+        self._epochs: dict[str, Any] = {}
+        seen: set[int] = set()
+        for path, part in _walk(loader, "loader", 0):
+            if callable(getattr(part, "set_epoch", None)) and id(part) not in seen:
+                self._epochs[path] = part
+            seen.add(id(part))
+            for name, value in _attributes(part):
+                self._note(f"{path}.{name}", value)
+        for index, value in enumerate(given):
+            if generator_state(value) is None:
+                raise TypeError(
+                    f"random[{index}] is a {type(value).__name__}, and no random number generator of Python, NumPy or torch"
+                )
+            self._note(f"random[{index}]", value)
+
+    def _note(self, path: str, value: object) -> None:
+        is_known = any(value is one for one in self._generators.values())
+        if generator_kind(value) and generator_state(value) is not None and not is_known:
+            self._generators[path] = value
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the loader says itself where it stands."""
+        return all(
+            callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")
+        )
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether it is a DataLoader of torch, or a subclass."""
+        data = sys.modules.get("torch.utils.data")
+        return data is not None and isinstance(self.loader, data.DataLoader)
+
+    def generators(self) -> dict[str, object]:
+        """Return copies of the generators, by path."""
+        return {path: _copy(one) for path, one in self._generators.items()}
+
+    def set_generators(self, stored: Mapping[str, Any]) -> None:
+        """Set the generators; raise ValueError if others are stored."""
+        kinds = {path: generator_kind(one) for path, one in self._generators.items()}
+        stored_kinds = {path: generator_kind(one) for path, one in stored.items()}
+        if kinds != stored_kinds:
+            raise ValueError(
+                f"the loader draws from {_shown(kinds)}, but the checkpoint has {_shown(stored_kinds)}; build the same "
+                "loader, and pass the same random="
+            )
+        for path, one in self._generators.items():
+            set_generator(one, stored[path])
+
+    def epochs(self) -> dict[str, int]:
+        """Return the epoch numbers that can be read, by path."""
+        found = {path: _epoch_of(part) for path, part in self._epochs.items()}
+        return {path: epoch for path, epoch in found.items() if epoch is not None}
+
+    def set_epochs(self, stored: Mapping[str, int]) -> None:
+        """Set epoch numbers."""
+        for path, epoch in stored.items():
+            if path in self._epochs:
+                self._epochs[path].set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch number of all parts that have one; raise ValueError if none has."""
+        if not self._epochs:
+            raise ValueError(
+                "epoch= is for loaders that have set_epoch, or whose sampler or dataset has; this one has none"
+            )
+        for part in self._epochs.values():
+            part.set_epoch(epoch)
+
+
+def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield a loader, its samplers and its dataset, with their paths."""
+    yield path, part
+    if depth < _MAX_DEPTH:
+        for name in _PARTS:
+            inner = getattr(part, name, None)
+            if inner is not None and not isinstance(inner, type):
+                yield from _walk(inner, f"{path}.{name}", depth + 1)
+
+
+def _attributes(part: Any) -> list[tuple[str, object]]:
+    if isinstance(part, GeneratorType):
+        return list(inspect.getgeneratorlocals(part).items()) if part.gi_frame else []
+    return list(getattr(part, "__dict__", {}).items())
+
+
+def _epoch_of(part: Any) -> int | None:
+    for name in _EPOCHS:
+        value = getattr(part, name, None)
+        if type(value) is int:
+            return value
+    return None
+
+
+def _copy(generator: Any) -> object:
+    found = generator_state(generator)
+    assert found is not None  # noqa: S101 - only such are noted
+    node, state = found
+    assert isinstance(node, dict)  # noqa: S101
+    return build_generator(node["rng"], state)
+
+
+def _shown(kinds: Mapping[str, str]) -> str:
+    return ", ".join(f"{path} ({kind})" for path, kind in sorted(kinds.items())) or "no generator"

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of docs/data.md do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "data.md"
+
+
+def example(word: str) -> str:
+    if not PAGE.exists():
+        pytest.skip("needs the sources: the page is not installed")
+    (found,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if word in block
+    ]
+    return str(found)
+
+
+def test_loop_over_batches_ends_alike_when_it_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch: Any = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    weights = []
+    for lasts in ([12], [5, 8, 12]):
+        names: dict[str, Any] = {}
+        for last in lasts:
+            names = {}
+            text = example("DataLoader").replace("12", str(last))
+            exec(text.replace("runs/loop", f"runs/{len(lasts)}"), names)  # noqa: S102 - our own page
+        weights.append(names["model"].state_dict())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+
+
+def test_loop_with_global_generators_draws_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for _ in range(2):
+        names = {}
+        exec(example("GlobalRandom"), names)  # noqa: S102 - our own page
+    assert len(set(names["state"]["losses"])) == 5

@@ -1,0 +1,462 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointManager.batches`: a cut run gives the batches and the random numbers of an uncut one."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState, load_state
+from ckptmgr.core.errors import CkptmgrError
+from tests.parallel.ranks import Meeting, Seat, run_ranks
+
+PER_EPOCH, LAST = 4, 10
+ROWS = np.arange(12.0)
+EDGES = {"inside": 6, "last batch": 8, "first batch": 5, "very first batch": 1}
+
+
+class Shuffled:
+    """A plain iterable with a generator of its own; its batches also draw from the global one."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = self.rng.permutation(12)
+        for part in np.split(order, PER_EPOCH):
+            yield ROWS[part] + np.random.random()
+
+    def __len__(self) -> int:
+        return PER_EPOCH
+
+
+class Global:
+    """A plain iterable that draws its order from the global generator of Python."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = random.sample(range(12), 12)
+        yield from np.split(ROWS[order], PER_EPOCH)
+
+
+class Stateful:
+    """A loader that says where it stands, and draws when it is asked to go on."""
+
+    def __init__(self) -> None:
+        self.epoch, self.place, self.loaded = 0, 0, 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        np.random.random()
+        return self._rest()
+
+    def _rest(self) -> Iterator[np.ndarray]:
+        first, self.place = self.place, 0
+        for index in range(first, PER_EPOCH):
+            self.place = index + 1
+            yield ROWS[index :: index + 1 + self.epoch]
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place, self.loaded = state["epoch"], state["place"], 1
+
+
+def torch_loader(**options: Any) -> Callable[[], Any]:
+    def made() -> Any:
+        torch: Any = pytest.importorskip("torch")
+        own = options.get("generator")
+        made_own = {"generator": torch.Generator().manual_seed(own)} if own else {}
+        return torch.utils.data.DataLoader(
+            torch.arange(12.0), 3, shuffle=True, **{**options, **made_own}
+        )
+
+    return made
+
+
+class Sampler:
+    """Like torch's DistributedSampler: its order is that of its epoch number."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Distributed:
+    def __init__(self) -> None:
+        self.sampler = Sampler()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        order = np.random.default_rng(self.sampler.epoch).permutation(12)
+        yield from np.split(ROWS[order], PER_EPOCH)
+
+
+class Advancing(Distributed):
+    """It advances its epoch number itself, as the loaders of Accelerate do."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        yield from super().__iter__()
+        self.sampler.epoch += 1
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "own generator": Shuffled,
+    "global generator": Global,
+    "stateful": Stateful,
+    "advancing": Advancing,
+    "torch": torch_loader(),
+    "torch with a generator": torch_loader(generator=3),
+    "torch with two workers": torch_loader(num_workers=2),
+    "torch with workers and a generator": torch_loader(num_workers=2, generator=3),
+}
+
+
+def seed() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(1)
+
+
+Steps = list[list[float]]
+
+
+def step_of(batch: Any) -> list[float]:
+    """Return what a step saw: its batch, and a draw from each global generator."""
+    seen = [*np.asarray(batch).tolist(), random.random(), float(np.random.random())]
+    if torch := sys.modules.get("torch"):
+        seen.append(float(torch.rand(())))
+    return seen
+
+
+def train(
+    loader: Iterable[Any],
+    last: int,
+    manager: CheckpointManager | None = None,
+    *,
+    every: bool = True,
+    seen: Steps | None = None,
+) -> Steps:
+    """Run to step `last` and return what the steps saw; the state is a number that epochs change too."""
+    seen = [] if seen is None else seen
+    state = {"epochs": np.zeros(1)}
+    step = 0 if manager is None else manager.resume(state).step
+    while step < last:
+        for batch in loader if manager is None else manager.batches(loader):
+            step += 1
+            seen.append([*step_of(batch), float(state["epochs"][0])])
+            if manager is not None:
+                manager.step_end(step, state)
+            if step == last:
+                break
+        else:
+            state["epochs"] += random.random()
+    return seen
+
+
+def saving(directory: Path, interval: int = 1, **options: Any) -> CheckpointManager:
+    config = CheckpointConfig(save_checkpoint_steps=interval, keep="last(2)", **options)
+    return CheckpointManager(directory, config)
+
+
+IN_PROCESS = [kind for kind in LOADERS if "workers" not in kind]
+CASES = [
+    *itertools.product(IN_PROCESS, EDGES, (1, 100)),  # saved by the policy, or at the exit
+    ("torch with two workers", "inside", 1),  # each pass starts two processes
+    ("torch with workers and a generator", "last batch", 1),
+]
+
+
+@pytest.mark.parametrize(("kind", "edge", "interval"), CASES)
+def test_resumed_run_sees_what_an_uncut_run_sees(
+    kind: str, edge: str, interval: int, tmp_path: Path
+) -> None:
+    make, cut = LOADERS[kind], EDGES[edge]
+    seed()
+    expected = train(make(), LAST)
+    seed()
+    with saving(tmp_path, interval) as manager:
+        first = train(make(), cut, manager)
+    random.seed(99)
+    np.random.seed(99)
+    with saving(tmp_path, interval) as manager:
+        assert first + train(make(), LAST, manager) == expected
+
+
+def test_stateful_loader_is_not_skipped_through(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        train(Stateful(), 6, manager)
+    loader = Stateful()
+    with saving(tmp_path) as manager:
+        train(loader, 7, manager)
+    assert loader.loaded == 1
+
+
+def test_save_between_passes_goes_on_with_the_next_pass(tmp_path: Path) -> None:
+    def run(directory: Path, cut: int | None) -> Steps:
+        seed()
+        seen: Steps = []
+        for part in ([cut] if cut else []) + [3]:
+            with saving(directory, 100) as manager:
+                state = {"epoch": np.zeros(1)}
+                manager.resume(state)
+                loader = Shuffled()
+                while state["epoch"][0] < part:
+                    seen += [step_of(batch) for batch in manager.batches(loader)]
+                    state["epoch"] += 1
+                    manager.save(int(state["epoch"][0]) * PER_EPOCH, state)
+        return seen
+
+    assert run(tmp_path / "cut", 1) == run(tmp_path / "uncut", None)
+
+
+def test_batch_that_was_fetched_but_not_trained_on_comes_again(tmp_path: Path) -> None:
+    seed()
+    expected = train(Shuffled(), LAST)
+    seed()
+    state, seen = {"epochs": np.zeros(1)}, []
+    with saving(tmp_path, 100) as manager:
+        manager.resume(state)
+        for step, batch in enumerate(manager.batches(Shuffled()), start=1):
+            if step == 3:
+                break
+            seen.append([*step_of(batch), 0.0])
+            manager.step_end(step, state)
+    with saving(tmp_path) as manager:
+        assert seen + train(Shuffled(), LAST, manager) == expected
+
+
+def test_exception_saves_the_batches_of_the_last_ended_step(tmp_path: Path) -> None:
+    seed()
+    expected = train(Shuffled(), LAST)
+    seed()
+    seen: Steps = []
+
+    def fail_at_the_third_batch(manager: CheckpointManager) -> None:
+        with manager:
+            for step, batch in enumerate(manager.batches(Shuffled()), start=1):
+                if step == 3:
+                    raise RuntimeError("the third batch is bad")
+                seen.append([*step_of(batch), 0.0])
+                manager.step_end(step, {"epochs": np.zeros(1)})
+
+    with pytest.raises(RuntimeError, match="third batch"):
+        fail_at_the_third_batch(saving(tmp_path, 100, exception_save=True))
+    with saving(tmp_path) as manager:
+        assert seen + train(Shuffled(), LAST, manager) == expected
+
+
+def test_epoch_of_a_sampler_is_that_of_the_saved_pass(tmp_path: Path) -> None:
+    def run(last: int, manager: CheckpointManager) -> list[list[float]]:
+        loader, seen = Distributed(), []
+        start = manager.resume({"n": 1})
+        for epoch in range(start.epoch or 0, 3):
+            for step, batch in enumerate(manager.batches(loader, epoch=epoch), start.step + 1):
+                seen.append(batch.tolist())
+                manager.step_end(step, {"n": 1}, epoch=epoch)
+                if len(seen) == last:
+                    return seen
+        return seen
+
+    with saving(tmp_path / "uncut") as manager:
+        expected = run(12, manager)
+    with saving(tmp_path / "cut") as manager:
+        seen = run(6, manager)
+    with saving(tmp_path / "cut") as manager:
+        assert seen + run(6, manager) == expected
+    assert len({tuple(one) for one in expected}) == 12
+
+
+def test_generator_that_is_named_is_put_back(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+
+    class Hidden:
+        def __iter__(self) -> Iterator[int]:
+            return iter(rng.permutation(12).tolist())
+
+    with saving(tmp_path) as manager:
+        passing = manager.batches(Hidden(), random=[rng])
+        seen = [next(each := iter(passing)), next(each)]
+        manager.save(2, {"n": 1})
+        expected = list(each)
+    rng.random(7)
+    with saving(tmp_path) as manager:
+        manager.resume({"n": 1})
+        assert list(manager.batches(Hidden(), random=[rng])) == expected
+    assert len({*seen, *expected}) == 12
+
+
+def test_arguments_of_a_generator_function_are_put_back(tmp_path: Path) -> None:
+    def batches(rng: np.random.Generator) -> Iterator[int]:
+        yield from rng.permutation(12).tolist()
+
+    with saving(tmp_path) as manager:
+        each = iter(manager.batches(batches(np.random.default_rng(3))))
+        next(each)
+        manager.save(1, {"n": 1})
+        expected = list(each)
+    with saving(tmp_path) as manager:
+        manager.resume({"n": 1})
+        assert list(manager.batches(batches(np.random.default_rng(4)))) == expected
+
+
+def test_checkpoint_of_loaders_loads_without_them(tmp_path: Path) -> None:
+    state = {"w": np.ones(3)}
+    with saving(tmp_path) as manager:
+        next(iter(manager.batches(Shuffled())))
+        manager.save(1, state)
+        latest = manager.latest()
+        assert latest is not None
+        np.testing.assert_equal(manager.load(1), state)
+    np.testing.assert_equal(load_state(latest.path), state)
+
+
+def test_run_that_never_asks_for_batches_saves_what_it_did_before(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        manager.resume({"n": 1})
+        manager.save(1, {"n": 1})
+    assert b"ckptmgr.data" not in (tmp_path / "ckpt-1.ckpt").read_bytes()
+
+
+def test_places_stay_saved_until_they_are_used(tmp_path: Path) -> None:
+    seed()
+    with saving(tmp_path) as manager:
+        first = train(Shuffled(), 6, manager)
+    with saving(tmp_path) as manager:
+        manager.resume({"epochs": np.zeros(1)})
+        manager.save(7, {"epochs": np.ones(1)})
+    seed()
+    expected = train(Shuffled(), 7)
+    with saving(tmp_path) as manager:
+        manager.resume({"epochs": np.zeros(1)})
+        batch = next(iter(manager.batches(Shuffled())))
+    assert batch.tolist() == expected[6][:3]
+    assert len(first) == 6
+
+
+def test_new_start_forgets_the_places(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        train(Shuffled(), 6, manager)
+    with saving(tmp_path) as manager:
+        manager.resume({"epochs": np.zeros(1)})
+        manager.resume({"epochs": np.zeros(1)}, start="new")
+        assert len(list(manager.batches(Shuffled()))) == PER_EPOCH
+
+
+def test_loader_with_fewer_batches_is_refused(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        train([[1], [2], [3]], 3, manager)
+    with saving(tmp_path) as manager:
+        manager.resume({"epochs": np.zeros(1)})
+        with pytest.raises(StateMismatch, match=r"'batches' gives 2 batches, but .* after batch 3"):
+            list(manager.batches([1, 2]))
+
+
+def test_loader_with_other_generators_is_refused(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        train(Shuffled(), 2, manager)
+    with saving(tmp_path) as manager:
+        manager.resume({"epochs": np.zeros(1)})
+        said = r"draws from no generator, but the checkpoint has loader.rng \(numpy.Generator"
+        with pytest.raises(StateMismatch, match=said):
+            list(manager.batches([1, 2]))
+
+
+def test_two_loaders_at_a_time_need_names(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        outer = iter(manager.batches([1, 2]))
+        next(outer)
+        with pytest.raises(ValueError, match=re.escape("batches(loader, name='validation')")):
+            list(manager.batches([3, 4]))
+        assert list(manager.batches([3, 4], name="validation")) == [3, 4]
+        assert list(outer) == [2]
+
+
+def test_epoch_without_set_epoch_is_refused(tmp_path: Path) -> None:
+    with (
+        saving(tmp_path) as manager,
+        pytest.raises(ValueError, match="epoch= is for loaders that have set_epoch"),
+    ):
+        list(manager.batches([1], epoch=1))
+
+
+def test_random_that_is_no_generator_is_refused(tmp_path: Path) -> None:
+    with (
+        saving(tmp_path) as manager,
+        pytest.raises(TypeError, match=re.escape("random[0] is a int")),
+    ):
+        list(manager.batches([1], random=[5]))
+
+
+def test_state_of_a_loader_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    class Odd(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"socket": object()}
+
+    with saving(tmp_path) as manager:
+        next(iter(manager.batches(Odd())))
+        with pytest.raises(UnsupportedState, match="the state of a data loader cannot be stored"):
+            manager.save(1, {"n": 1})
+
+
+def test_places_of_a_newer_version_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as newer, saving(tmp_path) as manager:
+        newer.setattr("ckptmgr.training.data_state._VERSION", 2)
+        next(iter(manager.batches([1])))
+        manager.save(1, {"n": 1})
+    state = {"n": 0}
+    with saving(tmp_path) as manager, pytest.raises(CkptmgrError, match="of an unknown version"):
+        manager.resume(state)
+    assert state == {"n": 0}
+
+
+def test_batches_are_as_long_as_the_loader(tmp_path: Path) -> None:
+    manager = saving(tmp_path)
+    assert len(manager.batches(Shuffled())) == PER_EPOCH
+    with pytest.raises(TypeError, match="a Global has no length"):
+        len(manager.batches(Global()))
+
+
+@pytest.mark.parametrize("world", [2, 1], ids=["same", "another"])
+def test_each_rank_goes_on_with_its_own_batches(
+    world: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loader(rank: int) -> list[list[int]]:
+        return [[rank, index] for index in range(PER_EPOCH)]
+
+    def manager_of(seat: Seat) -> CheckpointManager:
+        return CheckpointManager(tmp_path, CheckpointConfig(), coordinator=seat)
+
+    first, second = Meeting(2), Meeting(world)
+
+    def save(rank: int) -> None:
+        with manager_of(Seat(first, rank)) as manager:
+            each = iter(manager.batches(loader(rank)))
+            for _ in range(2 + rank):
+                next(each)
+            manager.save(1, {"n": 1})
+
+    def resume(rank: int) -> list[list[int]]:
+        with manager_of(Seat(second, rank)) as manager:
+            manager.resume({"n": 1})
+            return list(manager.batches(loader(rank)))
+
+    assert [one.raised for one in run_ranks(first, save)] == [None, None]
+    found = [one.result for one in run_ranks(second, resume)]
+    if world == 2:
+        assert found == [[[0, 2], [0, 3]], [[1, 3]]]
+    else:
+        assert found == [loader(0)]
+        assert "the data loaders begin their pass anew" in caplog.text
