@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from types import ModuleType
@@ -25,7 +25,12 @@ from ckptmgr.state.leaves import Leaf, plan_storage
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state, global_generators
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, record_of
-from ckptmgr.state.scalars import encode_atom, encode_key
+from ckptmgr.state.scalars import (
+    MOST_EQUAL_HASHES,
+    encode_atom,
+    encode_key,
+    has_too_many_equal_hashes,
+)
 from ckptmgr.state.skeleton import skeleton_of
 from ckptmgr.state.text_forms import text_problem
 
@@ -301,6 +306,7 @@ class Flattener:
 
 
 def _mapping(value: Any, path: Path) -> Iterator[_Part]:
+    _check_hashes(value, path)
     # A copy, because state_dict() of a part may change the mapping.
     for key, child in list(value.items()):
         is_plain = type(key) is str and key.isascii()
@@ -352,7 +358,15 @@ def _stream(value: io.BytesIO, path: Path, depth: int) -> _Frame:
     )
 
 
+def _check_hashes(keys: Collection[object], path: Path) -> None:
+    """Raise UnsupportedState for a dict or set that a load would refuse."""
+    if has_too_many_equal_hashes(keys):
+        what = f"is a {_type_name(keys)} of which more than {MOST_EQUAL_HASHES} keys share one hash"
+        raise unsupported(path, what, "use strings as keys")
+
+
 def _set(value: Any, path: Path) -> list[Node]:
+    _check_hashes(value, path)
     # Sets iterate in an order that changes from run to run; skeletons must not.
     parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
     nodes = [node for part in parts for node in part]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Collection
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,8 @@ from ckptmgr.state.paths import Node, Path, TreeError, shown, unsupported
 from ckptmgr.state.text_forms import encode_text_form, has_text_form
 
 PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+MOST_EQUAL_HASHES = 256
+"""Number of keys of one dict or set that may share a hash; of the powers of two as floats 35 do."""
 _MAX_KEY_DEPTH = 50
 _MAX_PLAIN_INT = 2**53
 
@@ -82,6 +84,17 @@ def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Node]:
         f"has a key of type {type(key).__qualname__}",
         "use str, int, float, bytes, None, a time, a path, or a tuple of these as keys",
     )
+
+
+def has_too_many_equal_hashes(keys: Collection[object]) -> bool:
+    """Return whether a dict of these keys would take time that grows with their number squared.
+
+    The hashes of numbers, and of tuples of them, are no secret: multiples of 2**61 - 1 share one.
+    """
+    if len(keys) <= MOST_EQUAL_HASHES:
+        return False
+    counts = Counter(hash(key) for key in keys if type(key) is not str)
+    return max(counts.values(), default=0) > MOST_EQUAL_HASHES
 
 
 def is_key(value: object) -> bool:

@@ -21,6 +21,7 @@ from ckptmgr.state.leaves import contiguous_strides, extent
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, load_skeleton, shown
 from ckptmgr.state.random import build_generator
 from ckptmgr.state.scalars import (
+    MOST_EQUAL_HASHES,
     decode_bytes,
     decode_complex,
     decode_dtype,
@@ -30,6 +31,7 @@ from ckptmgr.state.scalars import (
     decode_shape,
     decode_strides,
     decode_text,
+    has_too_many_equal_hashes,
     is_key,
 )
 from ckptmgr.state.text_forms import TEXT_KINDS, decode_text_form
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 ReadTensor = Callable[[str], np.ndarray]
 
 _ALIGNMENT = 16
+# An object that several parts of a state hold is written, with all its nodes, for each of them.
+_MOST_REPEATED = 4
 # Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
 _MAX_STEPS = 2 * MAX_DEPTH + 10
 _NEEDED_FIELDS = frozenset(("tensor", "dtype", "shape"))
@@ -68,8 +72,11 @@ _MAPPINGS: dict[str, type[dict[Any, Any]]] = {
 
 
 class _Built(NamedTuple):
+    """A value; `size` is the number of its parts at all depths, a shared one counted every time."""
+
     value: Any
     depth: int
+    size: int = 1
 
 
 class _View(NamedTuple):
@@ -104,12 +111,15 @@ class Unflattener:
         self._handed_out: set[str] = set()
         self._torch_memory: dict[str, torch.Tensor] = {}
         self._shared: dict[int, object] = {}
-        self._ties: dict[int, object] = {}
+        self._ties: dict[int, _Built] = {}
         self._stack: list[_Built] = []
+        self._node_count = 0
 
     def run(self, skeleton: str) -> object:
         """Return the state; raise TreeError if the skeleton does not fit the tensors."""
-        for index, node in enumerate(load_skeleton(skeleton)):
+        nodes = load_skeleton(skeleton)
+        self._node_count = len(nodes)
+        for index, node in enumerate(nodes):
             try:
                 self._step(node)
             except TreeError as error:
@@ -143,13 +153,21 @@ class Unflattener:
 
     def _tie(self, number: Node) -> None:
         """Replace the last value with the first one of the same number."""
-        if type(number) is not int or not self._stack:
+        if type(number) is not int or not 0 <= number < self._node_count or not self._stack:
             raise TreeError(f"a value is shared as {number!r}")
         last = self._stack[-1]
-        first = self._ties.setdefault(number, last.value)
-        if type(first) is not type(last.value):
+        first = self._ties.setdefault(number, last)
+        if type(first.value) is not type(last.value):
             raise TreeError(f"the values that are shared as {number} are of several types")
-        self._stack[-1] = last._replace(value=first)
+        self._push(first)
+
+    def _push(self, built: _Built) -> None:
+        """Replace the last value; refuse shared ones that contain each other again and again."""
+        if built.depth > _MAX_STEPS:
+            raise TreeError("the state is nested too deep")
+        if built.size > _MOST_REPEATED * self._node_count:
+            raise TreeError("the state has many times more parts than the skeleton has nodes")
+        self._stack[-1] = built
 
     def _pop(self, count: object) -> list[Any]:
         """Replace the last values with a placeholder of the right depth, and return them."""
@@ -158,13 +176,13 @@ class Unflattener:
         taken = self._stack[len(self._stack) - count :]
         del self._stack[len(self._stack) - count :]
         depth = 1 + max((built.depth for built in taken), default=0)
-        if depth > _MAX_STEPS:
-            raise TreeError("the state is nested too deep")
-        self._stack.append(_Built(None, depth))
+        size = 1 + sum(built.size for built in taken)
+        self._stack.append(_Built(None, 0))
+        self._push(_Built(None, depth, size))
         return [built.value for built in taken]
 
     def _put(self, value: object) -> None:
-        self._stack[-1] = _Built(value, self._stack[-1].depth)
+        self._stack[-1] = self._stack[-1]._replace(value=value)
 
     def _sequence(self, kind: str, body: Node) -> None:
         values = self._pop(body)
@@ -176,8 +194,8 @@ class Unflattener:
         self._put(tuple(self._pop(len(body[1]))))
 
     def _set(self, kind: str, body: Node) -> None:
-        values = self._pop(body)
-        made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(map(_key, values))
+        values = _keys(kind, self._pop(body))
+        made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(values)
         if len(made) != len(values):
             raise TreeError("a set holds a value twice")
         self._put(made)
@@ -187,8 +205,8 @@ class Unflattener:
             raise TreeError(f"a {kind} has {body!r} entries")
         values = self._pop(2 * body)
         made: dict[Any, Any] = _MAPPINGS[kind]()
-        for key, value in zip(values[::2], values[1::2], strict=True):
-            made[_key(key)] = value
+        for position, key in enumerate(_keys(kind, values[::2])):
+            made[key] = values[2 * position + 1]
         if len(made) != body:
             raise TreeError(f"a {kind} holds a key twice")
         self._put(made)
@@ -361,10 +379,17 @@ class Unflattener:
             self._fill(name)
 
 
-def _key(value: object) -> object:
-    if not is_key(value):
-        raise TreeError(f"a {type(value).__name__} is used as a key")
-    return value
+def _keys(kind: str, values: list[Any]) -> list[Any]:
+    """Return the values, which are the keys of a dict or a set."""
+    for value in values:
+        if not is_key(value):
+            raise TreeError(f"a {type(value).__name__} is used as a key")
+    if has_too_many_equal_hashes(values):
+        raise TreeError(
+            f"more than {MOST_EQUAL_HASHES} keys of a {kind} share one hash, so that it would load "
+            "for ever"
+        )
+    return values
 
 
 def _guarded(what: str, build: Callable[[], Any]) -> Any:
