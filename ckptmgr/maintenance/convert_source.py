@@ -132,7 +132,7 @@ def open_raw(path: Path) -> Iterator[InputFile]:
 
 def _manifest_of(path: Path, options: ReadOptions) -> Manifest | None:
     real = real_file(path)
-    return Store(real.parent, trust=options.trust).read_manifest(real.name)
+    return Store(real.parent, trust=options.trust).read_manifest(real.name, is_bare_taken=True)
 
 
 def _refuse_encrypted(raw: Source, path: Path) -> None:

@@ -183,7 +183,9 @@ class _Check:
 
     def run(self) -> None:
         with self._noting_failure():
-            manifest = self.manifest = self._store.read_manifest(self._checkpoint.name)
+            manifest = self.manifest = self._store.read_manifest(
+                self._checkpoint.name, is_bare_taken=True
+            )
             if manifest is not None:
                 with self._noting_failure():
                     self._check_place(manifest)
@@ -198,7 +200,10 @@ class _Check:
     def has_another_manifest(self) -> bool:
         """Return whether the manifest was replaced or removed meanwhile: failures may be void."""
         try:
-            return self._store.read_manifest(self._checkpoint.name) != self.manifest
+            return (
+                self._store.read_manifest(self._checkpoint.name, is_bare_taken=True)
+                != self.manifest
+            )
         except (CkptmgrError, OSError):
             return False
 

@@ -99,7 +99,7 @@ def inspect_file(
             )
         return _of_many_ranks(store, checkpoint, options, choose)
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
-        manifest = store.read_manifest(checkpoint.name)
+        manifest = store.read_manifest(checkpoint.name, is_bare_taken=True)
         plain, kind = None, kind_of(raw, name=path)
         if kind is Kind.CKPTMGR_CONTAINER:
             format = container_format(raw) if manifest is None else checkpoint.format

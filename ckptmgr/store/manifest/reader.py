@@ -73,11 +73,17 @@ class ManifestReader:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
                 another key; or the data file is a link.
         """
-        side = self._read(data_name, self.trust)
+        try:
+            side = self._read(data_name, self.trust)
+        except KeyProblem:
+            # A writer with other keys, or without one, was to replace the file.
+            if is_bare_taken and self._is_placeholder(self.read_unproven(data_name)):
+                return None
+            raise
         if side is not None:
             check_is_file(self.fs, self.directory / data_name)
         if side is not None and side.is_placeholder and self.trust.is_strict:
-            if is_bare_taken:
+            if is_bare_taken and self._is_placeholder(side):
                 return None  # as before the save that was to replace the file
             raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
@@ -96,6 +102,13 @@ class ManifestReader:
         """As `read`, but check no proofs; for display."""
         manifest = self.load(manifest_name(data_name), trust=Trust())
         return None if manifest is None else self.matching_side(manifest)
+
+    def _is_placeholder(self, side: Manifest | None) -> bool:
+        """Return whether a manifest is the placeholder of the present data; needs no proof.
+
+        An attacker who forges one could as well remove the manifest.
+        """
+        return side is not None and side.is_placeholder and self._describes_data(side.file)
 
     def _read(self, data_name: str, trust: Trust) -> Manifest | None:
         path = self.directory / manifest_name(data_name)
