@@ -14,6 +14,7 @@ BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
 HUB_VENV ?= .venv-hub
 SUPPLY_VENV ?= .venv-supply
+DOCS_VENV ?= .venv-docs
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -25,6 +26,7 @@ BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 HUB_PY := $(HUB_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
+DOCS_PY := $(DOCS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
 # Each worker takes neighbours, which share fixtures; then what the other has left.
@@ -74,6 +76,10 @@ $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing Hugging Face's libraries into $(HUB_VENV) (about 1.5 GB)"
 	$(call make_venv,$(HUB_VENV),constraints.txt,hub)
+
+$(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing mkdocs into $(DOCS_VENV)"
+	$(call make_venv,$(DOCS_VENV),constraints.txt,docs)
 
 $(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the tools that look after dependencies into $(SUPPLY_VENV)"
@@ -151,6 +157,11 @@ providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing throu
 	$(PROVIDERS_PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
 	$(PROVIDERS_PY) -m coverage report --include="$$judged" --omit='tests/*' --fail-under=100
 
+.PHONY: docs
+docs: $(DOCS_VENV)/.stamp ## build the documentation into build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+	echo build/site/index.html
+
 .PHONY: demo
 demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
 	@$(PY) tools/demo.py
@@ -192,6 +203,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

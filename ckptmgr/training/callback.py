@@ -74,7 +74,10 @@ class ModelCheckpoint(TrainingHooks):
             `{prefix}-{epoch}_{step}.shards`. When training begins, or at `resume`, rank 0
             chooses the unused prefix for all ranks.
         layout: Name of a parameter to its layout over the ranks; the network holds slices.
-        rank_timeout_s, keep_redundancy, balance, context: As for `CheckpointManager`.
+        rank_timeout_s: As for `CheckpointManager`, as are the next three.
+        keep_redundancy: Copies of what is the same on several ranks.
+        balance: How the ranks share the bytes.
+        context: Rank, directory, layout and strategy files, as MindSpore's context says them.
         clock: Seconds since the epoch.
         fs: The disk.
         processes: Distinguishes dead writers from live ones.
