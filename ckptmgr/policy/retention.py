@@ -29,6 +29,7 @@ Under every policy:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import fields
 from datetime import datetime
@@ -37,6 +38,7 @@ from types import MappingProxyType
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.core.names import is_same_prefix
 from ckptmgr.policy.rules import (
     Best,
     Finding,
@@ -101,13 +103,19 @@ def without_unranked(
 
 
 def replaced_emergencies(
-    newest: Checkpoint, history: Sequence[Checkpoint], lineage: Set[str]
+    newest: Checkpoint,
+    history: Sequence[Checkpoint],
+    lineage: Set[str],
+    *,
+    has_restarts: bool = False,
 ) -> list[Checkpoint]:
     """Return the emergency saves that a newer one replaces, or none without a countable checkpoint.
 
     They are those of its series up to its step, of the runs `lineage` and of runs that continued
-    one of these; pinned and damaged ones stay.
+    one of these; pinned and damaged ones stay. With `has_restarts`, also those of the series of the
+    restarts of its prefix.
     """
+    is_one_run = is_same_prefix if has_restarts else operator.eq
     if not any(one.is_countable for one in history):
         return []
     return [
@@ -115,7 +123,7 @@ def replaced_emergencies(
         for one in history
         if one.is_emergency
         and one.path != newest.path
-        and (one.series == newest.series and one.step <= newest.step)
+        and (is_one_run(one.series, newest.series) and one.step <= newest.step)
         and not one.pins
         and one.state in (State.OK, State.UNVERIFIED)
         and not lineage.isdisjoint((one.run_id, *one.parent_run_ids))

@@ -243,6 +243,11 @@ class SeriesWriter:
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
 
+    def belong_to(self, run: SeriesWriter) -> None:
+        """Save for the run of another writer, in a series of this one's own."""
+        parents = (run.run_id, *run.parent_run_ids)
+        self.parent_run_ids = tuple(dict.fromkeys(one for one in parents if one != self.run_id))
+
     def begin(self, job: SaveJob) -> BegunSave:
         """Take the lease, and choose the name and the position of a save.
 
@@ -406,15 +411,19 @@ class SeriesWriter:
             self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
         return decided
 
-    def drop_replaced(self, newest: Checkpoint) -> None:
-        """Remove the emergency saves that a durable newer one replaces; log a failed removal."""
+    def drop_replaced(self, newest: Checkpoint, *, has_restarts: bool = False) -> None:
+        """Remove the emergency saves that a durable newer one replaces; log a failed removal.
+
+        `has_restarts` as for `replaced_emergencies`.
+        """
         try:
             with defer_signals(), self.changing:
                 present = self.store.scan()
                 lineage = {self.run_id, *self.parent_run_ids} - {""}
+                replaced = replaced_emergencies(newest, present, lineage, has_restarts=has_restarts)
                 dropped = [
                     one
-                    for one in replaced_emergencies(newest, present, lineage)
+                    for one in replaced
                     if self.resumed_from is None or one.path != self.resumed_from.path
                 ]
                 needed = [one for one in present if one.path == newest.path]

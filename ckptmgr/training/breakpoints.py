@@ -74,5 +74,6 @@ def save_breakpoint(
             saved = writer.save(name, items, facts)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
             watch.durable(saved.path)
+            writer.drop_replaced(saved, has_restarts=writer is series.writer)
     except (Exception, SystemExit) as failure:
         add_note(error, f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")

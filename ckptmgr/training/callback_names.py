@@ -206,6 +206,7 @@ class CallbackSeries:
             parts = replace(self._parts, team=ALONE)
             alone = parts.writer(self.directory, prefix, has_epochs=True)
             writer = self._writers.setdefault((self.directory, prefix), alone)
+            writer.belong_to(self.writer)
         names = self._names(writer)
         return writer, restart_prefix(prefix, names, is_breakpoint=True)
 

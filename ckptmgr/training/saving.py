@@ -98,15 +98,17 @@ class StateSaver:
         """Save the last ended step in the calling thread, without retention.
 
         Without ranks, a step that is saved is not saved again. The new emergency save replaces the
-        earlier ones of the run and of its failed resumptions. Other ranks are neither met nor
-        waited for: a rank saves what it alone holds, under a prefix of its own. Raises as
-        `SaveEngine.run_now`.
+        earlier ones of the run and of its failed resumptions, with ranks those of this rank. Other
+        ranks are neither met nor waited for: a rank saves what it alone holds, under a prefix of
+        its own. Raises as `SaveEngine.run_now`.
         """
         parts, writer, naming = self._parts, self._writer, self._naming
         rank = None if parts.team.coordinator is None else parts.team.coordinator.rank
         if rank is not None:
             parts = replace(parts, team=Team(slicer=parts.team.slicer))
-            writer = parts.writer(writer.store.directory, f"{writer.series}.rank_{rank}")
+            run, name = writer, f"{writer.series}.rank_{rank}"
+            writer = parts.writer(run.store.directory, name)
+            writer.belong_to(run)
             naming = parts.reader(writer)
         step, epoch = checked_count("step", last.step), checked_epoch(last.epoch)
         saved = self._past.progress.durable

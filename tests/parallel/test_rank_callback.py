@@ -370,6 +370,21 @@ def test_rank_that_fails_saves_what_it_holds_alone_and_nobody_resumes_from_that(
         assert outcome.must().checkpoint.name == "net-1_2.shards"
 
 
+def test_ranks_that_fail_again_and_again_leave_one_breakpoint_each() -> None:
+    job = Job()
+
+    def work(callback: ModelCheckpoint, loop: Loop) -> None:
+        callback.resume()
+        loop.run(3, end=False)
+        raise ZeroDivisionError
+
+    for _ in range(3):
+        job.run(work, exception_save=True, save_checkpoint_steps=2)
+        job = job.restart()
+    breakpoints = sorted(name for name in job.saved() if "breakpoint" in name)
+    assert breakpoints == [f"net.rank_{rank}_2-1_3_breakpoint.ckpt" for rank in range(WORLD)]
+
+
 def test_breakpoint_of_one_rank_is_no_reason_to_rename_or_to_resume() -> None:
     job = Job()
 

@@ -496,6 +496,26 @@ def test_rank_that_raises_saves_what_it_alone_holds_and_meets_nobody() -> None:
     assert [outcome.must() for outcome in resumed] == [2] * WORLD
 
 
+def test_ranks_that_fail_again_and_again_leave_one_emergency_save_each() -> None:
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> None:
+        for step in range((ours.resume(state(rank, 0)).next_step or 1), 4):
+            ours.step_end(step, state(rank, step))
+        if rank < 2:
+            raise ZeroDivisionError
+
+    for _ in range(3):
+        run(disk, work, exception_save=True, save_checkpoint_steps=2)
+        disk = disk.restart()
+    found = {one.name: one.is_emergency for one in Store(RUNS, fs=disk).scan()}
+    assert found == {
+        "net-2.shards": False,
+        "net.rank_0-3-r2.ckpt": True,
+        "net.rank_1-3-r2.ckpt": True,
+    }
+
+
 def test_rank_that_raises_saves_its_slice_in_the_shape_that_it_holds() -> None:
     disk, meeting = ModelDisk(), Meeting(2)
     layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}

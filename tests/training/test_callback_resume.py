@@ -200,6 +200,24 @@ def test_breakpoint_is_resumed_from_when_there_is_nothing_else(tmp_path: Path) -
     assert resumed.checkpoint.name == "net-1_3_breakpoint.ckpt"
 
 
+def test_runs_that_fail_again_and_again_leave_one_breakpoint(tmp_path: Path) -> None:
+    for resumes in (False, True, True):
+        callback = _callback(tmp_path, save_checkpoint_steps=2, exception_save=True)
+        assert (callback.resume() is not None) is resumes
+        with pytest.raises(ZeroDivisionError):
+            Loop(callbacks=(callback,)).run_and_fail(3, ZeroDivisionError())
+    names = sorted(path.name for path in tmp_path.glob("*_breakpoint.ckpt"))
+    assert names == ["net_2-1_3_breakpoint.ckpt"]
+
+
+def test_breakpoint_of_a_run_that_was_not_resumed_stays(tmp_path: Path) -> None:
+    for _ in range(2):
+        callback = _callback(tmp_path, save_checkpoint_steps=2, exception_save=True)
+        with pytest.raises(ZeroDivisionError):
+            Loop(callbacks=(callback,)).run_and_fail(3, ZeroDivisionError())
+    assert len(list(tmp_path.glob("*_breakpoint.ckpt"))) == 2
+
+
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC"])
 def test_encrypted_run_is_resumed_and_goes_on_encrypted(tmp_path: Path, mode: str) -> None:
     config: dict[str, Any] = {
