@@ -41,6 +41,7 @@ _COMMANDS = {
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
+    "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),
     "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),
     "transform": ("ranks", "Rewrite the checkpoints of many ranks for another strategy."),

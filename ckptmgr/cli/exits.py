@@ -75,7 +75,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: Mapping[Exit, str] = {
     Exit.DONE: "done",
-    Exit.NO: "ran, and the answer is no (damage found, prune pending with --check, prompt declined)",
+    Exit.NO: "ran, and the answer is no (damage found, alarm of watch, prune pending with --check, prompt declined)",
     Exit.FAILED: "usage or general error",
     Exit.PARTLY: "partly done (the rest is named)",
     Exit.NOT_FOUND: "no such run or checkpoint",

@@ -139,7 +139,7 @@ class Output:
             "items": items,
             "summary": summary,
         }
-        click.echo(json.dumps(_finite(document), allow_nan=False))
+        click.echo(json.dumps(finite(document), allow_nan=False))
 
 
 def make_output(ctx: click.Context, root: Path) -> Output:
@@ -207,13 +207,14 @@ def _print_styled(cells: Sequence[Cell], stream: TextIO) -> None:
     console.print(text, soft_wrap=True)
 
 
-def _finite(value: Json) -> Json:
+def finite(value: Json) -> Json:
+    """Return a JSON value with null for NaN and infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime, timedelta
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ckptmgr.cli import options, render
+from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
@@ -82,7 +83,7 @@ def prune_command(
             raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
         return _undo(store, output, is_dry=dry_run)
     policy = load_policy(keep, store.directory)
-    now, life = ctx.ensure_object(Session).now(), _duration(grace)
+    now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     if not (dry_run or check or yes):
         _check_can_ask(store, policy, series=series, now=now)
     with output.progress("the newest", 0):
@@ -101,15 +102,6 @@ def prune_command(
         note("nothing was changed")
         return Exit.NO
     return _act(store, proposal, view, at_once=at_once)
-
-
-def _duration(text: str) -> timedelta:
-    from ckptmgr.policy.text import parse_duration
-
-    value = parse_duration(text)
-    if value is None:
-        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
-    return value
 
 
 def _check_can_ask(

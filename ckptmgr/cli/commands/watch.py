@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.durations import parse_time, seconds_of
+from ckptmgr.cli.exits import Exit, UsageProblem, note
+from ckptmgr.cli.options import Session
+from ckptmgr.core.errors import CheckpointNotFound
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.watch_view import View
+    from ckptmgr.maintenance.watch.model import Report
+    from ckptmgr.maintenance.watch.watcher import Watcher
+
+_EXEC_TIMEOUT_S = 60.0
+_SETTLE_S = 10.0
+
+
+@options.command(
+    "watch",
+    examples=(
+        "watch runs/resnet50 --expect-every 30m --exec 'mail-me --subject checkpoints'",
+        "watch runs/* --prune --state ~/.local/state/ckptmgr-watch.json --json",
+    ),
+)
+@click.argument("directories", type=options.PATH, nargs=-1, required=True, metavar="DIR...")
+@click.option("--quick", "level", flag_value="quick", help="Verify sizes and structure only.")
+@click.option("--deep", "level", flag_value="deep", help="Also decode all tensors.")
+@click.option(
+    "--expect-every",
+    metavar="TIME",
+    callback=seconds_of,
+    help="Alarm when no checkpoint was saved for so long.  [default: 3 times the usual interval "
+    "of a live run]",
+)
+@click.option(
+    "--slow",
+    type=click.FloatRange(min=1, min_open=True),
+    default=3.0,
+    show_default=True,
+    help="Alarm when a save wrote so many times slower than those before.",
+)
+@click.option(
+    "--full-within",
+    metavar="TIME",
+    default="1h",
+    show_default=True,
+    callback=seconds_of,
+    help="Alarm when the disk will be full in less, at the present rate.",
+)
+@click.option(
+    "--exec", "command", metavar="CMD", help="Run a program when an alarm begins or ends."
+)
+@click.option("--stop-on-alarm", is_flag=True, help="End with exit code 1 at the first alarm.")
+@click.option("--once", "is_once", is_flag=True, help="Do everything once, and end.")
+@click.option("--prune", "prunes", is_flag=True, help="Apply retention where no live run does.")
+@click.option("--keep", metavar="EXPR", help="With --prune: the policy.  [default: ckptmgr.toml]")
+@click.option("--grace", metavar="TIME", help="With --prune: life of the trash.  [default: 24h]")
+@click.option(
+    "--state",
+    "state_file",
+    type=options.PATH,
+    metavar="FILE",
+    help="Remember what was verified: a restart verifies only the rest.",
+)
+@click.option(
+    "--poll",
+    metavar="TIME",
+    default="30s",
+    show_default=True,
+    callback=seconds_of,
+    help="List all directories as often, in case an event was lost.",
+)
+@click.option("--poll-only", is_flag=True, help="Do not rely on events of the file system at all.")
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def watch_command(
+    ctx: click.Context,
+    /,
+    directories: tuple[Path, ...],
+    level: str | None,
+    command: str | None,
+    stop_on_alarm: bool,
+    is_once: bool,
+    state_file: Path | None,
+    given_trust: options.GivenTrust,
+    **given: Any,
+) -> int:
+    """Follow directories: verify what appears, and raise alarms.
+
+    Verifies each checkpoint when it gets its name, the newest first. An alarm begins when one is
+    damaged, when saves stop, fail or become slow, when the disk will be full, or when a directory
+    vanishes; it ends when that is over. On a terminal there is a table; elsewhere, one line for
+    each event. With --json each line is one object.
+
+    --prune applies the retention policy, into the trash, to series that no live run writes; live
+    runs apply their own. --exec runs a program without a shell; it reads the event as JSON, and
+    CKPTMGR_WATCH_ALARM, CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and
+    CKPTMGR_WATCH_MESSAGE are set.
+
+    Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
+    """
+    from ckptmgr.cli.watch_view import view_for
+    from ckptmgr.maintenance.watch.watcher import Watcher
+
+    session = ctx.ensure_object(Session)
+    paths = list(dict.fromkeys(options.absolute(path) for path in directories))
+    for path in paths:
+        if not path.is_dir():
+            hint = "a run makes its directory with the first save; mkdir -p makes it now"
+            raise CheckpointNotFound("no such directory", path=path, hint=hint)
+    run = _program(command)
+    settings = _settings(paths, level, given_trust, is_once=is_once, state=state_file, **given)
+    output = render.make_output(ctx, paths[0])
+    with Watcher(paths, settings, clock=session.clock) as watcher:
+        view = view_for(
+            output, watcher.rows, session.now, has_several=len(paths) > 1, is_once=is_once
+        )
+        with closing(view), _ended_by_signals() as ended:
+            try:
+                _follow(watcher, view, run, stop_on_alarm=stop_on_alarm)
+            except KeyboardInterrupt:
+                view.show(_end(watcher, session.clock(), " and ".join(ended) or "Ctrl-C"))
+                view.refresh()
+    return Exit.NO if watcher.standing else Exit.DONE
+
+
+def _settings(
+    paths: Sequence[Path],
+    level: str | None,
+    given_trust: options.GivenTrust,
+    *,
+    is_once: bool,
+    state: Path | None,
+    expect_every: float | None,
+    slow: float,
+    full_within: float,
+    poll: float,
+    poll_only: bool,
+    prunes: bool,
+    keep: str | None,
+    grace: str | None,
+) -> Any:
+    from ckptmgr.cli.policy_file import load_policy
+    from ckptmgr.maintenance.verdict import Level
+    from ckptmgr.maintenance.watch.memory import Memory
+    from ckptmgr.maintenance.watch.model import Limits
+    from ckptmgr.maintenance.watch.watcher import Settings
+
+    if not prunes and (keep is not None or grace is not None):
+        raise UsageProblem("--keep and --grace need --prune", hint="add --prune, or drop them")
+    depth = Level(level or "full")
+    limits = Limits(
+        expect_every_s=expect_every,
+        slow_factor=slow,
+        full_within_s=full_within,
+        settle_s=0.0 if is_once else min(_SETTLE_S, poll),  # there is no second look
+        retry_s=poll,
+    )
+    policy_of = partial(load_policy, keep) if prunes else None
+    for path in paths if policy_of is not None else ():
+        load_policy(keep, path)
+    return Settings(
+        trust=given_trust.load(),
+        level=depth,
+        limits=limits,
+        poll_s=poll,
+        is_polling=poll_only,
+        policy_of=policy_of,
+        grace=parse_time(grace or "24h"),
+        memory=None if state is None else Memory(options.absolute(state), level=depth),
+        is_once=is_once,
+    )
+
+
+def _follow(
+    watcher: Watcher, view: View, run: Callable[[Report], None], *, stop_on_alarm: bool
+) -> None:
+    with closing(watcher.run(tick_s=view.tick_s)) as reports:
+        for report in reports:
+            if report is None:
+                view.refresh()
+                continue
+            view.show(report)
+            if report.event in ("alarm", "cleared"):
+                run(report)
+            if stop_on_alarm and report.event == "alarm":
+                return
+
+
+def _end(watcher: Watcher, at: float, by: str) -> Report:
+    from ckptmgr.maintenance.watch.model import Report
+
+    count = len(watcher.standing)
+    alarms = "no alarm stands" if not count else f"{render.counted(count, 'alarm')} standing"
+    return Report(event="stopped", at=at, directory=None, message=f"by {by}; {alarms}")
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[list[str]]:
+    """Let SIGTERM end the watch as Ctrl-C does; yield the names of the signals that came."""
+    names: list[str] = []
+
+    def end(number: int, _: FrameType | None) -> None:
+        names.append(signal.Signals(number).name)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield names
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield names
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _program(command: str | None) -> Callable[[Report], None]:
+    """Return the function that runs the program of `--exec` for a report."""
+    if command is None:
+        return lambda _: None
+    try:
+        arguments = shlex.split(command)
+    except ValueError as error:
+        raise UsageProblem(f"--exec: {error}", hint="quote it as for a shell") from error
+    if not arguments:
+        raise UsageProblem("--exec names no program", hint="write --exec 'PROGRAM ARGUMENT...'")
+    return partial(_run_program, arguments)
+
+
+def _run_program(arguments: Sequence[str], report: Report) -> None:
+    from ckptmgr.cli.watch_view import report_json
+    from ckptmgr.crypto.keys.child_environment import child_environment
+
+    facts = {
+        "EVENT": report.event,
+        "ALARM": report.alarm or "",
+        "DIRECTORY": "" if report.directory is None else os.fspath(report.directory),
+        "MESSAGE": report.message,
+    }
+    environment = {f"CKPTMGR_WATCH_{name}": text.replace("\0", "") for name, text in facts.items()}
+    try:
+        done = subprocess.run(  # noqa: S603 - the program that the user names
+            arguments,
+            input=json.dumps(render.finite(report_json(report))).encode() + b"\n",
+            stdout=sys.__stderr__,  # stdout carries the result only
+            env={**child_environment(), **environment},
+            timeout=_EXEC_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        note(f"--exec {arguments[0]}: {error}")
+        return
+    if done.returncode:
+        note(f"--exec {arguments[0]} ended with status {done.returncode}")

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr watch` beside real training runs: what it reports, does, and ends with."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.store.manifest.codec import manifest_name
+from tests.cli.running import process_env, run
+from tests.cli.watching import training, watching
+from tests.support.saved import overwrite, save_run, tree_of
+
+NEVER = ("--poll", "1d")  # what is reported was heard of by an event
+
+
+def damage(path: Path) -> None:
+    """Change one byte of a file; its size stays."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    overwrite(path, bytes(content))
+
+
+def test_each_save_of_a_run_is_reported_and_verified_by_the_events_of_its_renames(
+    tmp_path: Path,
+) -> None:
+    with watching(tmp_path, *NEVER) as watch, training(tmp_path) as trainer:
+        for step in (1, 2, 3):
+            trainer.save(step)
+            report = watch.until("verified")
+            assert report["status"] == "ok"
+            assert report["checkpoint"]["step"] == step
+        assert watch.stop() == 0
+    assert watch.names("saved") == [f"net-{step}.safetensors" for step in (1, 2, 3)]
+    last = watch.reports[-1]
+    assert (last["event"], last["message"]) == ("stopped", "by SIGTERM; no alarm stands")
+    assert watch.errors == ""
+
+
+def test_save_whose_events_were_lost_is_verified(fast_path: Path) -> None:
+    limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    if limit > 20_000:
+        pytest.skip(f"the kernel keeps {limit} events here")
+    with watching(fast_path, *NEVER) as watch:
+        watch.child.send_signal(signal.SIGSTOP)
+        for number in range(limit + 100):  # equal events in a row would be one
+            os.close(os.open(fast_path / f"log-{number % 2}", os.O_WRONLY | os.O_CREAT))
+        save_run(fast_path, [10])
+        watch.child.send_signal(signal.SIGCONT)
+        assert "events were lost" in watch.until("note")["message"]
+        watch.until("verified", status="ok")
+        assert watch.stop() == 0
+
+
+def test_interrupt_ends_it_like_sigterm(tmp_path: Path) -> None:
+    with watching(tmp_path) as watch:
+        assert watch.stop(signal.SIGINT) == 0
+    assert watch.reports[-1]["message"] == "by Ctrl-C; no alarm stands"
+    assert watch.errors == ""
+
+
+def test_run_that_is_killed_is_an_alarm_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    with watching(tmp_path, "--poll", "1s") as watch, training(tmp_path) as trainer:
+        trainer.save(1)
+        watch.until("verified")
+        trainer.kill()
+        alarm = watch.until("alarm")
+        assert alarm["alarm"] == "failed"
+        assert f"process {trainer.pid}" in alarm["message"]
+        assert watch.stop() == 1
+    assert watch.reports[-1]["message"] == "by SIGTERM; 1 alarm standing"
+
+
+def test_end_of_a_run_is_heard_of_and_is_no_alarm(tmp_path: Path) -> None:
+    with watching(tmp_path, *NEVER, "--prune", "--keep", "last(1)") as watch:
+        with training(tmp_path) as trainer:
+            for step in (1, 2):
+                trainer.save(step)
+                watch.until("verified")
+            trainer.close()
+        watch.until("pruned")
+        assert watch.stop() == 0
+    assert [report["event"] for report in watch.reports].count("note") == 1
+    assert watch.names("pruned") == ["net-1.safetensors"]
+
+
+def test_live_run_keeps_what_its_own_retention_keeps(tmp_path: Path) -> None:
+    with (
+        training(tmp_path) as trainer,
+        watching(tmp_path, *NEVER, "--prune", "--keep", "last(1)") as watch,
+    ):
+        for step in (1, 2):
+            trainer.save(step)
+            watch.until("verified")
+        assert watch.stop() == 0
+    notes = [report["message"] for report in watch.reports if report["event"] == "note"]
+    assert notes == [
+        f"process {trainer.pid} on {os.uname().nodename} writes net and applies its own retention:"
+        " it is only verified here"
+    ]
+    assert len(list(tmp_path.glob("net-*.safetensors"))) == 2
+
+
+def test_renamed_directory_is_an_alarm_and_a_new_one_is_followed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    save_run(runs, [10])
+    with watching(runs, "--poll", "1s") as watch:
+        watch.until("verified")
+        runs.rename(tmp_path / "old")
+        alarm = watch.until("alarm")
+        assert (alarm["alarm"], alarm["directory"]) == ("directory", str(runs))
+        assert alarm["message"].endswith("the directory is gone: removed, renamed or unmounted")
+        runs.mkdir()
+        watch.until("cleared", alarm="directory")
+        with training(runs) as trainer:
+            trainer.save(1)
+            assert watch.until("verified")["checkpoint"]["step"] == 1
+        assert watch.stop() == 0
+
+
+def test_new_directory_of_an_old_name_is_followed_by_events(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with watching(runs, "--poll", "1s") as watch:
+        shutil.rmtree(runs)
+        watch.until("alarm", alarm="directory")
+        runs.mkdir()
+        save_run(runs, [10])
+        watch.until("verified", status="ok")
+        assert watch.stop() == 0
+
+
+def test_damaged_file_is_an_alarm_until_it_is_removed(tmp_path: Path) -> None:
+    first, second = save_run(tmp_path, [10, 20])
+    damage(first)
+    with watching(tmp_path, "--poll", "1s") as watch:
+        alarm = watch.until("alarm")
+        assert alarm["alarm"] == "damaged"
+        assert alarm["checkpoint"]["path"] == str(first)
+        first.unlink()
+        (tmp_path / manifest_name(first.name)).unlink()
+        watch.until("cleared", alarm="damaged")
+        assert watch.stop() == 0
+    assert watch.names("verified")[0] == second.name
+
+
+def test_file_that_is_damaged_in_place_is_found_without_a_rename(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    with watching(tmp_path, "--poll", "1s") as watch:
+        watch.until("verified", status="ok")
+        damage(path)
+        watch.until("alarm", alarm="damaged")
+        assert watch.stop() == 1
+
+
+def test_saves_that_stop_are_an_alarm_that_the_next_save_ends(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    with watching(tmp_path, *NEVER, "--expect-every", "1h") as watch:
+        assert watch.until("alarm")["alarm"] == "stopped"
+        with training(tmp_path) as trainer:
+            trainer.save(1)
+            watch.until("cleared", alarm="stopped")
+        assert watch.stop() == 0
+
+
+def test_save_that_a_run_gives_up_is_an_alarm(tmp_path: Path) -> None:
+    with watching(tmp_path, *NEVER) as watch, training(tmp_path) as trainer:
+        trainer.save(1)
+        watch.until("verified")
+        resource = subprocess.run(
+            ["prlimit", "--pid", str(trainer.pid), "--fsize=100000"],
+            capture_output=True,
+            check=False,
+        )
+        if resource.returncode != 0:
+            pytest.skip("prlimit cannot limit another process here")
+        assert trainer.save(2, numbers=1_000_000) != "done"
+        alarm = watch.until("alarm")
+        assert (alarm["alarm"], alarm["series"]) == ("failed", "net")
+        assert alarm["message"] == "net: the save of net-2.safetensors was given up"
+        trainer.save(3)
+        watch.until("cleared", alarm="failed")
+        assert watch.stop() == 0
+
+
+def test_directory_that_may_not_be_read_is_an_alarm(tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may read everything")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with watching(runs, "--poll", "1s") as watch:
+        runs.chmod(0)
+        assert "Permission denied" in watch.until("alarm", alarm="directory")["message"]
+        runs.chmod(0o700)
+        watch.until("cleared")
+        assert watch.stop() == 0
+
+
+def test_restart_verifies_only_what_is_new(tmp_path: Path) -> None:
+    runs, state = tmp_path / "runs", tmp_path / "state.json"
+    save_run(runs, [10, 20])
+    for steps, verified in ([], {"net-1_10.ckpt", "net-2_10.ckpt"}), ([30], {"net-3_10.ckpt"}):
+        save_run(runs, steps)
+        result = run("watch", runs, "--once", "--json", "--state", state)
+        assert result.exit_code == 0, result.stderr
+        reports = [json.loads(line) for line in result.stdout.splitlines()]
+        paths = [r["checkpoint"]["path"] for r in reports if r["event"] == "verified"]
+        assert {Path(path).name for path in paths} == verified
+    assert state.stat().st_mode & 0o777 == 0o600
+
+
+def test_state_of_a_watch_that_is_stopped_is_kept(tmp_path: Path) -> None:
+    runs, state = tmp_path / "runs", tmp_path / "state.json"
+    save_run(runs, [10])
+    with watching(runs, "--state", state) as watch:
+        watch.until("verified")
+        watch.stop()
+    result = run("watch", runs, "--once", "--json", "--state", state)
+    assert '"verified"' not in result.stdout
+
+
+def test_deeper_check_does_not_believe_a_weaker_one(tmp_path: Path) -> None:
+    runs, state = tmp_path / "runs", tmp_path / "state.json"
+    save_run(runs, [10])
+    for level, is_verified in (("--quick", True), ("--quick", False), ("--deep", True)):
+        result = run("watch", runs, "--once", "--json", level, "--state", state)
+        assert ('"verified"' in result.stdout) is is_verified
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"PK", "the state of a watch does not start with"),
+        (b'{"schema": "other/1"}', "is not the state of a watch"),
+        (b'{"schema": "ckptmgr.watch-state/1", "level": "full", "passed": {"a": 1}}', "is not the"),
+    ],
+)
+def test_file_that_is_no_state_is_refused_and_stays(
+    tmp_path: Path, content: bytes, problem: str
+) -> None:
+    state = tmp_path / "state.json"
+    state.write_bytes(content)
+    result = run("watch", tmp_path, "--once", "--state", state)
+    assert result.exit_code == 2
+    assert problem in result.stderr
+    assert state.read_bytes() == content
+
+
+def test_state_that_a_power_cut_emptied_is_begun_anew(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    state.touch()
+    assert run("watch", tmp_path, "--once", "--state", state).exit_code == 0
+    assert json.loads(state.read_bytes())["passed"] == {str(tmp_path): {}}
+
+
+def test_state_that_another_user_could_write_is_refused(tmp_path: Path) -> None:
+    state = tmp_path / "state.json"
+    state.touch()
+    state.chmod(0o666)
+    result = run("watch", tmp_path, "--once", "--state", state)
+    assert result.exit_code == 2
+    assert "another user could have written" in result.stderr
+
+
+def test_state_that_cannot_be_written_is_said_once_and_the_watch_goes_on(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", [10])
+    with watching(tmp_path / "runs", "--state", tmp_path / "none/state.json") as watch:
+        assert "a restart will verify everything again" in watch.until("note")["message"]
+        watch.until("verified")
+        assert watch.stop() == 0
+    assert [report["event"] for report in watch.reports].count("note") == 1
+
+
+def test_program_is_run_for_each_alarm_with_facts_and_without_keys(tmp_path: Path) -> None:
+    runs, heard = tmp_path / "runs", tmp_path / "heard"
+    damage(save_run(runs, [10])[0])
+    program = f"sh -c 'env | grep CKPTMGR >> {heard}; cat >> {heard}; echo noise'"
+    key = {"CKPTMGR_KEY": "00" * 32}
+    result = run(
+        "watch", runs, "--once", "--json", "--allow-unencrypted", "--exec", program, env=key
+    )
+    assert result.exit_code == 1
+    text = heard.read_text()
+    assert "CKPTMGR_WATCH_EVENT=alarm\n" in text
+    assert f"CKPTMGR_WATCH_DIRECTORY={runs}\n" in text
+    assert "CKPTMGR_WATCH_ALARM=" in text
+    assert "CKPTMGR_KEY=" not in text
+    alarms = [line for line in result.stdout.splitlines() if '"alarm"' in line.partition(",")[2]]
+    assert text.splitlines()[-1] in alarms
+    assert "noise" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("program", "problem"),
+    [("false", "ended with status 1"), ("/nowhere/program", "No such file")],
+)
+def test_program_that_fails_is_noted(tmp_path: Path, program: str, problem: str) -> None:
+    damage(save_run(tmp_path, [10])[0])
+    result = run("watch", tmp_path, "--once", "--exec", program)
+    assert result.exit_code == 1
+    assert problem in result.stderr
+
+
+def test_first_alarm_ends_a_watch_that_was_told_so(tmp_path: Path) -> None:
+    damage(save_run(tmp_path, [10])[0])
+    with watching(tmp_path, "--stop-on-alarm", "--poll", "1s") as watch:
+        assert watch.wait() == 1
+    assert watch.reports[-1]["event"] == "alarm"
+
+
+def test_once_verifies_prunes_and_ends(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    (tmp_path / "ckptmgr.toml").write_text('keep = "last(1)"\n')
+    (tmp_path / "ckptmgr.toml").chmod(0o600)
+    result = run("watch", tmp_path, "--once", "--prune")
+    assert result.exit_code == 0, result.stderr
+    words = [line.split()[1:3] for line in result.stdout.splitlines()]
+    assert ["pruned", "net-1_10.ckpt"] in words
+    assert ["verified", "net-3_10.ckpt"] in words
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["net-3_10.ckpt"]
+    assert len(list(tmp_path.glob(".ckptmgr-trash/*/*.ckpt"))) == 2
+
+
+def test_watch_without_prune_changes_nothing(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    (tmp_path / "ckptmgr.toml").write_text('keep = "last(1)"\n')
+    before = tree_of(tmp_path)
+    assert run("watch", tmp_path, "--once").exit_code == 0
+    assert tree_of(tmp_path) == before
+
+
+def test_policy_that_becomes_invalid_is_an_alarm(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    policy = tmp_path / "ckptmgr.toml"
+    policy.write_text('keep = "last(5)"\n')
+    policy.chmod(0o600)
+    with watching(tmp_path, "--prune", "--poll", "1s") as watch:
+        policy.write_text('keep = "lost(5)"\n')
+        assert "keep" in watch.until("alarm", alarm="retention")["message"]
+        policy.write_text('keep = "last(1)"\n')
+        watch.until("pruned")
+        watch.until("cleared", alarm="retention")
+        assert watch.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "problem"),
+    [
+        (["nowhere"], 10, "no such directory"),
+        ([".", "--keep", "last(1)"], 2, "--keep and --grace need --prune"),
+        ([".", "--grace", "1h"], 2, "--keep and --grace need --prune"),
+        ([".", "--prune"], 2, "no retention policy"),
+        ([".", "--prune", "--keep", "lost(1)"], 2, "did you mean 'last'?"),
+        ([".", "--poll", "0s"], 2, "--poll must be longer than zero"),
+        ([".", "--poll", "often"], 2, "is not a time"),
+        ([".", "--exec", "'"], 2, "--exec: No closing quotation"),
+        ([".", "--exec", " "], 2, "--exec names no program"),
+        ([".", "--slow", "1"], 2, "slow"),
+        ([], 2, "missing argument"),
+    ],
+)
+def test_wrong_use_is_refused_with_a_way_out(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    problem: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("watch", *arguments)
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert problem in result.stderr
+    assert "hint:" in result.stderr or "did you mean" in result.stderr
+
+
+def test_closed_pipe_ends_it_quietly(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    command = [sys.executable, "-m", "ckptmgr", "watch", str(tmp_path), "--once"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, env=process_env(), check=False
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_key_proves_what_appears_and_what_it_does_not_prove_is_an_alarm(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    result = run("watch", tmp_path, "--once", "--json", env={"CKPTMGR_KEY": "00" * 32})
+    assert result.exit_code == 1
+    kinds = [json.loads(line)["alarm"] for line in result.stdout.splitlines()]
+    assert "unproven" in kinds
