@@ -45,7 +45,9 @@ def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
     header = index.entries[0].pieces[0].offset if index.entries else size_bytes
     yield Run(HEADER, 1, header)
     for entry in index.entries:
-        yield Run(entry.spec.dtype.name, entry.spec.dtype.item_bytes, entry.spec.size_bytes)
+        dtype = entry.spec.dtype
+        parts = 2 if dtype.name == "complex64" else 1  # two float32
+        yield Run(dtype.name, dtype.item_bytes // parts, entry.spec.size_bytes)
 
 
 def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:

@@ -2,7 +2,7 @@
 """The layout of a compressed file: frames that are expanded one by one, and their table at the end.
 
 ```
-head     magic 8F 43 4B 50 5A 0D 0A 1A || version(1) = 1 || content(1) = 1 safetensors || 0(6)
+head     magic 8F 43 4B 50 5A 0D 0A 1A || version(1) || content(1) = 1 safetensors || 0(6)
 frames   in any order, without gaps
 padding  zeros up to a multiple of 16
 table    for each frame, in the order of its expanded bytes:
@@ -15,6 +15,8 @@ although no compressed size is known before. Every byte is accounted for:
 * Digests are BLAKE3: of a stored frame, and of head, table and the first 24 bytes of the end.
 * A frame is expanded only after its digest was checked, and never to more than 4 MiB.
 * Frames do not overlap, leave no gap, and expand to exactly the raw bytes that the end states.
+
+Version 2 is written; version 1, which has no frames of planes (`planes`), is read for ever.
 
 No other reader accepts the file: no protobuf field starts like the magic, and as the length of a
 safetensors header it is too large.
@@ -38,11 +40,17 @@ MAX_FRAMES = 1 << 21
 """8 TiB of full frames; a table has at most 112 MiB, about as much as a safetensors header."""
 ALIGNMENT_BYTES = 16
 FRAME_DIGEST_BYTES = 32
-STORED, ZSTD = 0, 1
+STORED, ZSTD, PLANES = 0, 1, 2
+PLANES_GROUPS = (2, 4, 8)
+"""Sizes of elements that can be divided into planes, in bytes."""
 
-_VERSION = 1
 _SAFETENSORS = 1
-HEAD = COMPRESSED_MAGIC + bytes((_VERSION, _SAFETENSORS)) + bytes(6)
+_HEADS = {
+    version: COMPRESSED_MAGIC + bytes((version, _SAFETENSORS)) + bytes(6) for version in (1, 2)
+}
+_METHODS = {_HEADS[1]: (STORED, ZSTD), _HEADS[2]: (STORED, ZSTD, PLANES)}
+HEAD = _HEADS[2]
+"""The first bytes of a new file."""
 _ENTRY = struct.Struct(f"<QIIBB6s{FRAME_DIGEST_BYTES}s")
 _COUNTS = struct.Struct("<QQQ")
 _END_MAGIC = b"CKPZTBL1"
@@ -55,7 +63,7 @@ class Frame:
 
     `offset` and `stored_bytes` are its range in the file, `raw_bytes` its expanded length.
     `group_bytes` is the size of the elements whose bytes are grouped, or 1 for ungrouped; `method`
-    is `STORED` or `ZSTD`; `digest` is that of the stored bytes.
+    is `STORED`, `ZSTD` or `PLANES`; `digest` is that of the stored bytes.
     """
 
     offset: int
@@ -98,7 +106,7 @@ def encode_tail(frames: Sequence[Frame], *, offset: int) -> bytes:
     )
     counts = _COUNTS.pack(len(frames), sum(frame.raw_bytes for frame in frames), 0)
     padding = bytes(-(offset + len(table) + _END_BYTES) % ALIGNMENT_BYTES)
-    return padding + table + counts + _table_digest(table, counts) + _END_MAGIC
+    return padding + table + counts + _table_digest(HEAD, table, counts) + _END_MAGIC
 
 
 def read_table(source: Source) -> FrameTable:
@@ -110,7 +118,7 @@ def read_table(source: Source) -> FrameTable:
         UnsupportedError: A newer version wrote it, or it has too many frames.
         FormatError: The table contradicts itself.
     """
-    _check_head(source)
+    head = _read_head(source)
     end_at = source.size - _END_BYTES
     if end_at < len(HEAD):
         raise TruncatedError("the file ends before its table of frames", offset=source.size)
@@ -129,11 +137,12 @@ def read_table(source: Source) -> FrameTable:
         )
     table = read_bytes(source, table_at, end_at - table_at)
     counts = end[: _COUNTS.size]
-    if _table_digest(table, counts) != end[_COUNTS.size : -len(_END_MAGIC)]:
+    if _table_digest(head, table, counts) != end[_COUNTS.size : -len(_END_MAGIC)]:
         raise ChecksumError("the table of frames does not match its digest", offset=table_at)
     if zeros:
         raise UnsupportedError("the end of the table is of a newer version", offset=end_at)
-    frames = tuple(_parse_entry(one, table_at) for one in _ENTRY.iter_unpack(table))
+    methods = _METHODS[head]
+    frames = tuple(_parse_entry(one, methods, table_at) for one in _ENTRY.iter_unpack(table))
     if sum(frame.raw_bytes for frame in frames) != raw_bytes:
         raise FormatError(
             f"the frames do not stand for the {raw_bytes} bytes that the end states", offset=end_at
@@ -148,23 +157,26 @@ def check_frame_count(count: int) -> None:
         raise UnsupportedError(f"{count} compressed frames are more than {MAX_FRAMES}")
 
 
-def _check_head(source: Source) -> None:
+def _read_head(source: Source) -> bytes:
     head = read_bytes(source, 0, min(len(HEAD), source.size))
     if not head.startswith(COMPRESSED_MAGIC):
         raise FormatError("this is no compressed file", offset=0)
     if len(head) < len(HEAD):
         raise TruncatedError("the file ends in its head", offset=len(head))
-    if head != HEAD:
+    if head not in _METHODS:
         raise UnsupportedError(
             f"a compressed file of version {head[8]} with content {head[9]}: a newer ckptmgr wrote "
             "it, or its head is damaged",
             offset=len(COMPRESSED_MAGIC),
         )
+    return head
 
 
-def _parse_entry(fields: tuple[int, int, int, int, int, bytes, bytes], table_at: int) -> Frame:
+def _parse_entry(
+    fields: tuple[int, int, int, int, int, bytes, bytes], methods: tuple[int, ...], table_at: int
+) -> Frame:
     offset, stored, raw, group, method, zeros, digest = fields
-    if method not in (STORED, ZSTD) or zeros != bytes(6):
+    if method not in methods or zeros != bytes(6):
         raise UnsupportedError(f"a frame is stored by the unknown method {method}", offset=table_at)
     if not 0 < raw <= FRAME_BYTES or not 0 < stored <= raw:
         raise FormatError(
@@ -172,7 +184,12 @@ def _parse_entry(fields: tuple[int, int, int, int, int, bytes, bytes], table_at:
             "stands for",
             offset=table_at,
         )
-    if group == 0 or raw % group or (method == STORED and (stored != raw or group != 1)):
+    if (
+        group == 0
+        or raw % group
+        or (method == STORED and (stored != raw or group != 1))
+        or (method == PLANES and group not in PLANES_GROUPS)
+    ):
         raise FormatError(
             f"a frame of {stored} bytes stands for {raw} in groups of {group}", offset=table_at
         )
@@ -199,5 +216,5 @@ def _check_layout(source: Source, frames: Sequence[Frame], table_at: int) -> Non
         raise FormatError("the padding before the table is not zero", offset=end)
 
 
-def _table_digest(table: bytes, counts: bytes) -> bytes:
-    return blake3(HEAD + table + counts).digest()
+def _table_digest(head: bytes, table: bytes, counts: bytes) -> bytes:
+    return blake3(head + table + counts).digest()

@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.formats.compressed.frames import FramePacker
+from ckptmgr.formats.compressed.packer import FramePacker
 from ckptmgr.formats.compressed.plan import PlannedFrame, Run, plan_frames, runs_of
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, STORED, ZSTD
@@ -21,7 +21,14 @@ from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, U
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import tensor_from_array
-from tests.formats.zstd_files import compressed, expanded, file_of, file_of_frame, packed
+from tests.formats.zstd_files import (
+    as_version,
+    compressed,
+    expanded,
+    file_of,
+    file_of_frame,
+    packed,
+)
 
 WEIGHTS = (np.random.default_rng(0).standard_normal(3000) * 0.02).astype(np.float32)
 RAW = WEIGHTS.tobytes()
@@ -84,7 +91,7 @@ def test_noise_is_stored_as_it_is() -> None:
     assert (frame.method, bytes(frame.stored)) == (STORED, noise)
 
 
-def test_weights_are_grouped_and_strewn_zeros_are_not() -> None:
+def test_weights_are_divided_and_strewn_zeros_are_not() -> None:
     rng = np.random.default_rng(0)
     strewn = np.where(rng.random(20_000) < 0.1, rng.standard_normal(20_000), 0).astype(np.float32)
     plan = [PlannedFrame(0, 12_000, 4, "float32")]
@@ -153,6 +160,14 @@ def test_runs_of_a_safetensors_file_cover_it() -> None:
     assert only.size == len(head)
 
 
+def test_complex_numbers_are_compressed_as_the_two_floats_they_are() -> None:
+    image = build_safetensors_image([tensor_from_array("c", WEIGHTS.view(np.complex64))])
+    file = b"".join(bytes(view) for view in image.views(0, image.size))
+    plan = plan_frames(runs_of(read_safetensors_index(BytesSource(file)), len(file)))
+    assert [(one.label, one.item_bytes) for one in plan] == [("header", 1), ("complex64", 4)]
+    assert len(compressed(file, plan)) < 0.9 * len(file)
+
+
 def test_kind_is_told_from_the_first_bytes() -> None:
     assert detect(BytesSource(compressed(RAW, PLAN))) is Kind.COMPRESSED
 
@@ -183,9 +198,16 @@ def test_bytes_behind_the_end_are_an_error(added: bytes) -> None:
 
 def test_newer_version_is_told_from_damage() -> None:
     file = bytearray(compressed(RAW, PLAN))
-    file[8] = 2
-    with pytest.raises(UnsupportedError, match="version 2"):
+    file[8] = 3
+    with pytest.raises(UnsupportedError, match="version 3"):
         expanded(bytes(file))
+
+
+def test_method_of_a_later_version_is_refused() -> None:
+    file = compressed(RAW, PLAN)
+    assert expanded(file) == RAW
+    with pytest.raises(UnsupportedError, match="unknown method 2"):
+        expanded(as_version(1, file))
 
 
 def test_file_that_ends_in_its_head_is_truncated() -> None:
@@ -246,7 +268,7 @@ BAD_FRAMES: dict[str, tuple[Callable[[], bytes], str]] = {
     ),
     "in groups of nothing": (lambda: file_of_frame(zstd(bytes(64)), 64, group=0), "groups of 0"),
     "stored, of another size": (lambda: file_of_frame(SEVEN, 8, method=STORED), "stands for 8"),
-    "by an unknown method": (lambda: file_of_frame(SEVEN, 7, method=2), "unknown method 2"),
+    "by an unknown method": (lambda: file_of_frame(SEVEN, 7, method=3), "unknown method 3"),
 }
 
 

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ckptmgr.formats.compressed.frames import FramePacker, Packed
+from blake3 import blake3
+
+from ckptmgr.formats.compressed.packer import FramePacker, Packed
 from ckptmgr.formats.compressed.plan import PlannedFrame
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.compressed.table import HEAD, ZSTD, Frame, encode_tail, frame_digest
@@ -16,10 +19,11 @@ def packed(raw: bytes, plan: Sequence[PlannedFrame], *, level: int = 1) -> list[
     """Return the frames of `raw`."""
     packer = FramePacker(level=level)
     view = memoryview(raw)
-    return [
-        packer.pack(view[one.start : one.start + one.size], item_bytes=one.item_bytes)
-        for one in plan
-    ]
+    frames = []
+    for one in plan:
+        frame = packer.pack(view[one.start : one.start + one.size], item_bytes=one.item_bytes)
+        frames.append(replace(frame, stored=bytes(frame.stored)))
+    return frames
 
 
 def file_of(
@@ -57,3 +61,11 @@ def expanded(file: bytes) -> bytes:
     """Return the expanded bytes of a file."""
     source = open_frames(BytesSource(file))
     return read_bytes(source, 0, source.size)
+
+
+def as_version(version: int, file: bytes) -> bytes:
+    """Return a file that says to be of another version, with a digest that fits."""
+    count = int.from_bytes(file[-64:-56], "little")
+    head = file[:8] + bytes([version]) + file[9:16]
+    digest = blake3(head + file[-64 - 56 * count : -40]).digest()
+    return head + file[16:-40] + digest + file[-8:]

@@ -291,6 +291,8 @@ def _mutate_frames(rng: Random, data: bytes) -> bytes:
     counts = data[-_END_BYTES : -_END_BYTES + 24]
     if rng.randrange(3) == 0:
         body = bytearray(mutate_bytes(rng, bytes(body)))
+    if rng.randrange(3) == 0:
+        _mutate_planes(rng, body, table)
     if rng.randrange(3):
         start = rng.randrange(max(1, count)) * _ENTRY_BYTES
         table[start : start + 24] = mutate_bytes(rng, bytes(table[start : start + 24]))[:24]
@@ -303,6 +305,15 @@ def _mutate_frames(rng: Random, data: bytes) -> bytes:
             table[start + 24 : start + _ENTRY_BYTES] = blake3(frame).digest()
     digest = blake3(head + table + counts).digest()
     return head + bytes(body) + bytes(table) + counts + digest + b"CKPZTBL1"
+
+
+def _mutate_planes(rng: Random, body: bytearray, table: bytearray) -> None:
+    """Change the head of a frame of planes, which has at most eight."""
+    at = rng.randrange(max(1, len(table) // _ENTRY_BYTES)) * _ENTRY_BYTES
+    start = int.from_bytes(table[at : at + 8], "little") - 16
+    if table[at + 17 : at + 18] == b"\x02" and 0 <= start < len(body) - 1:
+        head = bytes(body[start : start + 8 + 8 * min(8, body[start + 1])])
+        body[start : start + len(head)] = mutate_bytes(rng, head)[: len(head)].ljust(len(head))
 
 
 # --- manifests -------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from ckptmgr.crypto.container.compressed_writer import FramesSealer
 from ckptmgr.crypto.keys.ring import Keys, ring_of
 from ckptmgr.files.save.compressed_chunks import Spool, Stopped
 from ckptmgr.files.save.streams import counted_views, gather
-from ckptmgr.formats.compressed.frames import FramePacker
+from ckptmgr.formats.compressed.packer import FramePacker
 from ckptmgr.formats.compressed.plan import PlannedFrame, plan_frames, runs_of
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, Frame, encode_tail, frame_digest
 from ckptmgr.formats.image import Image
