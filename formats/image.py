@@ -100,6 +100,7 @@ class Image:
         self.body_size = offset
         self.has_crc_trailer = has_crc_trailer
         self._cache: OrderedDict[int, memoryview] = OrderedDict()
+        self._joined: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
         self._uses: TensorUses | None = None
 
@@ -130,8 +131,18 @@ class Image:
             self._uses.add(offset, length)
 
     def watch_uses(self, on_used: Callable[[Tensor], object]) -> None:
-        """Call `on_used` with each tensor once the use of all its bytes has ended."""
-        self._uses = TensorUses(self._extents, self._starts, on_used)
+        """Call `on_used` with each tensor once the use of all its bytes has ended.
+
+        Before that, the copies of small tensors that were joined are overwritten with zeros.
+        """
+        self._uses = TensorUses(self._extents, self._starts, self._wipe_joined, on_used)
+
+    def _wipe_joined(self, index: int) -> None:
+        with self._lock:
+            views = self._joined.pop(index, [])
+            self._cache.pop(id(self._extents[index].content), None)
+        for view in views:
+            view[:] = bytes(view.nbytes)
 
     def start_crc(self) -> FileCrc:
         """Return the computation of the CRC32 that the file states, over the bytes of `views`."""
@@ -159,7 +170,7 @@ class Image:
             if view is not None:
                 self._cache.move_to_end(key)
                 return view
-        view = extent.content()
+        view = extent.content() if self._uses is None else self._wipeable(index)
         if view.nbytes < extent.stop:
             raise FormatError(
                 f"a tensor gave {view.nbytes} bytes where its shape and type need {extent.stop}"
@@ -168,6 +179,16 @@ class Image:
             self._cache[key] = view
             while len(self._cache) > _CACHED_CONTENTS:
                 self._cache.popitem(last=False)
+        return view
+
+    def _wipeable(self, index: int) -> memoryview:
+        """Return the content of an extent, which `_wipe_joined` overwrites if it is a copy."""
+        content = self._extents[index].content
+        if not isinstance(content, _Run):
+            return content()
+        view = memoryview(content.joined())
+        with self._lock:
+            self._joined.setdefault(index, []).append(view)
         return view
 
 
@@ -189,6 +210,11 @@ class _Run:
             part if isinstance(part, bytes) else bytes(content_of(part)) for part in self.parts
         ]
         return memoryview(b"".join(contents))
+
+    def joined(self) -> bytearray:
+        """Return the same content in memory that can be overwritten, without other copies."""
+        parts = self.parts
+        return bytearray().join(one if isinstance(one, bytes) else content_of(one) for one in parts)
 
 
 class ImageBuilder:

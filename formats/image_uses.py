@@ -18,17 +18,20 @@ if TYPE_CHECKING:
 class TensorUses:
     """Counts the used bytes of extents that begin at `starts`; each byte is used once.
 
-    `on_used` is called once for each tensor, in the thread that has used its last bytes. Small
-    tensors that are joined in one extent end together.
+    `on_ended` is called once with the index of each extent, and `on_used` then once for each tensor,
+    in the thread that has used its last bytes. Small tensors that are joined in one extent end
+    together.
     """
 
     def __init__(
         self,
         extents: Sequence[Extent],
         starts: Sequence[int],
+        on_ended: Callable[[int], object],
         on_used: Callable[[Tensor], object],
     ) -> None:
-        self._extents, self._starts, self._on_used = extents, starts, on_used
+        self._extents, self._starts = extents, starts
+        self._on_ended, self._on_used = on_ended, on_used
         self._unused = [extent.stop - extent.start for extent in extents]
         self._open = Counter(id(tensor) for extent in extents for tensor in extent.tensors)
         self._lock = threading.Lock()
@@ -37,10 +40,11 @@ class TensorUses:
         """Count `length` bytes from `offset` on; a late head before the extents is left out."""
         start, end = max(offset, self._starts[0] if self._starts else 0), offset + length
         with self._lock:
-            ended = [
-                tensor for index in self._ended(start, end) for tensor in self._last_uses(index)
-            ]
-        for tensor in ended:
+            ended = list(self._ended(start, end))
+            used = [tensor for index in ended for tensor in self._last_uses(index)]
+        for index in ended:
+            self._on_ended(index)
+        for tensor in used:
             self._on_used(tensor)
 
     def _ended(self, start: int, end: int) -> Iterator[int]:

@@ -102,3 +102,18 @@ def test_tensor_in_several_extents_is_used_up_with_the_last_of_them() -> None:
     assert used == []
     image.release(90_000, image.body_size - 90_000)
     assert used == ["t0", "t1"]
+
+
+def test_joined_copies_are_wiped_when_all_their_bytes_are_used() -> None:
+    builder = ImageBuilder()
+    for number in (1, 2, 3):
+        builder.add_tensor(small(100, number), size_bytes=100)
+    image, used = Image(builder.finish()), list[str]()
+    image.watch_uses(lambda tensor: used.append(tensor.spec.name))
+    views = [view for start in (0, 150) for view in image.views(start, 150)]
+    assert [set(view) for view in views] == [{1, 2}, {2, 3}]
+    image.release(0, 150)
+    assert [set(view) for view in views] == [{1, 2}, {2, 3}]
+    image.release(150, 150)
+    assert [set(view) for view in views] == [{0}, {0}]
+    assert used == ["t1", "t2", "t3"]
