@@ -137,6 +137,11 @@ class Image:
         """
         self._uses = TensorUses(self._extents, self._starts, self._wipe_joined, on_used)
 
+    def wipe_copy(self, copy: memoryview) -> None:
+        """Overwrite a copy of bytes of the image with zeros if the uses of its tensors are watched."""
+        if self._uses is not None:
+            copy[:] = bytes(copy.nbytes)
+
     def _wipe_joined(self, index: int) -> None:
         with self._lock:
             views = self._joined.pop(index, [])

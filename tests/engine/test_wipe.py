@@ -13,6 +13,10 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.crypto.buffers import SpareBuffers
+from ckptmgr.files.save.container_stream import _segments
+from ckptmgr.files.save.streams import _scratch
+from ckptmgr.io.buffers import BufferPool
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.observers import Event
 from ckptmgr.training.callback import ModelCheckpoint
@@ -107,6 +111,21 @@ def test_each_buffer_of_a_background_save_is_wiped_before_the_save_ends(
     assert {name: value.tobytes() for name, value in restored.items()} == {
         name: value.tobytes() for name, value in state().items()
     }
+
+
+@pytest.mark.parametrize(("kind", "buffers"), [("ckpt", _scratch), ("container", _segments)])
+def test_buffers_in_which_small_tensors_are_encrypted_together_are_wiped(
+    tmp_path: Path, kind: str, buffers: BufferPool | SpareBuffers
+) -> None:
+    config = config_of(EACH, "thread", **KINDS[kind])
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.save(1, state())
+    taken = [buffers.take() for _ in range(2)]
+    try:
+        assert not any(bytes([SECRET]) * 7 in bytes(one) for one in taken)
+    finally:
+        for one in taken:
+            buffers.give_back(one)
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])

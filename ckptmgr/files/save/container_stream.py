@@ -114,6 +114,7 @@ class ContainerStream:
             gather(iter(views), scratch)
             self._sealer.seal_into(index, scratch[:size], segment)
         finally:
+            self._image.wipe_copy(scratch[:size])
             _segments.give_back(scratch)
 
 

@@ -127,6 +127,7 @@ class SealedStream:
             gather(iter(views), scratch)
             self._crc.add(start, scratch[:length])
             self._sealer.seal_into(block, scratch[:length], record)
+            self._image.wipe_copy(scratch[:length])
 
     def _seal_together(self, records: Sequence[tuple[int, memoryview]]) -> None:
         plaintexts = []
