@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Output
-from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.cli.run_lines import are_as_series, run_by_name, shown_run
+from ckptmgr.core.model import Checkpoint, Reason, State, Verdict
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.maintenance.prune import Proposal, PruneResult, SeriesPlan
+from ckptmgr.maintenance.prune import LinePlan, Proposal, PruneResult
+from ckptmgr.policy.lines import RunLine
 from ckptmgr.policy.rules import Best, RetentionPolicy
 from ckptmgr.series.candidates import is_manifest
 
@@ -37,15 +39,16 @@ class PlanView:
             self.output.paths([c.path for c in proposal.dropped])
         if not self.output.is_text:
             return
+        lines = [line for one in proposal.plans for line in one.counted.lines]
         for one in proposal.plans:
-            self._series(proposal, one, has_others=len(proposal.plans) > 1)
+            self._line(proposal, one, has_others=len(proposal.plans) > 1, lines=lines)
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
             stored = f"{render.counted(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
             fate = "would be removed for good"
             if batch in proposal.spared:
-                fate = "stays, because outside the trash nothing whole of a series is left"
+                fate = "stays, because outside the trash nothing whole of a run is left"
             self.output.line(f"trash {batch.path.name}: {stored}; {fate}")
         freed = render.size(sum(c.size_bytes for c in proposal.dropped))
         stays = render.size(sum(c.size_bytes for c in proposal.kept))
@@ -69,18 +72,24 @@ class PlanView:
             verb = "removed" if outcome.batch is None else "moved"
             self.output.line(f"{verb} {removed}, {size}{where}")
 
-    def _series(self, proposal: Proposal, one: SeriesPlan, *, has_others: bool) -> None:
+    def _line(
+        self, proposal: Proposal, one: LinePlan, *, has_others: bool, lines: Sequence[RunLine]
+    ) -> None:
         verdicts = one.plan.verdicts
         checkpoints = [verdict.checkpoint for verdict in verdicts]
         total = render.size(sum(c.size_bytes for c in checkpoints))
-        name = f"{self.directory} [{one.series}]" if has_others else str(self.directory)
+        label = ", ".join(one.series)
+        if not (one.counted.is_series or are_as_series(lines)):
+            label += f"; {one.counted.lines[0]}"
+        is_plain = not has_others and len(one.series) == 1
+        name = str(self.directory) if is_plain else f"{self.directory} [{label}]"
         filters = f"   filter series={self.series}" if self.series is not None else ""
         self.output.line(
             Cell(name, "bold"),
             f"  {render.counted(len(checkpoints), 'checkpoint')}, {total}   policy {one.plan.policy}{filters}",
         )
         self._timeline(verdicts)
-        self._table(proposal, one.plan)
+        self._table(proposal, one)
         unproven = Counter(c.state.value for c in checkpoints if c.is_unproven)
         for word, found in sorted(unproven.items()):
             number = render.counted(found, "checkpoint")
@@ -103,10 +112,19 @@ class PlanView:
             legend += f"  (each for up to {per_mark} checkpoints)"
         self.output.line(" " * len(f" step {first} ") + legend)
 
-    def _table(self, proposal: Proposal, plan: Plan) -> None:
-        metrics = _metrics(proposal.policy)
-        header = ("", "STEP", "SAVED", "SIZE", *(name.upper() for name in metrics), "STATE", "WHY")
-        rows = [_row(proposal, verdict, metrics) for verdict in plan.verdicts]
+    def _table(self, proposal: Proposal, one: LinePlan) -> None:
+        metrics, plan = _metrics(proposal.policy), one.plan
+        has_series, has_runs = len(one.series) > 1, len(one.counted.lines) > 1
+        names = ["SERIES"] * has_series + ["RUN"] * has_runs
+        shown = [*names, "STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)]
+        header = ("", *shown, "STATE", "WHY")
+        runs = run_by_name(one.counted.lines)
+        rows = []
+        for verdict in plan.verdicts:
+            word, *cells = _row(proposal, verdict, metrics)
+            checkpoint = verdict.checkpoint
+            series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
+            rows.append([word, *[series] * has_series, *[run] * has_runs, *cells])
         right = " ".join(("STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)))
         self.output.table(header, rows, right=right)
         if self.verbose:
@@ -117,6 +135,7 @@ class PlanView:
         return {
             "policy": str(proposal.policy),
             "filters": {"series": self.series},
+            "by_series": proposal.by_series,
             "kept": len(proposal.kept),
             "kept_bytes": sum(c.size_bytes for c in proposal.kept),
             "dropped": len(proposal.dropped),
@@ -136,11 +155,13 @@ def _items(proposal: Proposal) -> list[dict[str, Json]]:
     return [
         {
             **render.checkpoint_json(verdict.checkpoint),
+            "line": runs[verdict.checkpoint.name],
             "keep": verdict.is_kept,
             "reasons": [_reason(reason) for reason in verdict.reasons],
             "nearest": [_reason(reason) for reason in verdict.nearest],
         }
         for one in proposal.plans
+        for runs in [run_by_name(one.counted.lines)]
         for verdict in one.plan.verdicts
     ]
 

@@ -13,10 +13,13 @@ from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.options import check_path
+from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
 from ckptmgr.io.passing_errors import may_be_whole
+from ckptmgr.policy.lines import about_others, lines_of
+from ckptmgr.series.candidates import newest_first
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.store import Store
@@ -149,7 +152,7 @@ def _chooser(text: str) -> Choose | None:
     if text == "best" or text.startswith("best:"):
         return _best(text)
     if _STEP.fullmatch(text):
-        return lambda found: _newest_attempts([c for c in found if c.step == int(text)])
+        return lambda found: _newest_attempts(found, int(text))
     match = _RANGE.fullmatch(text)
     if match is not None and any(match.groups()):
         low = int(match[1] or 0)
@@ -164,13 +167,16 @@ def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
     Raises:
         OSError: A manifest cannot be read now, so it is not known which one is the newest.
     """
-    chosen = _usable(found)[-1:]
+    chosen = _usable(newest_first(found))[:1]
     for one in found:
         if one.obstacle is not None and may_be_whole(one.obstacle):
             raise one.obstacle
         is_newer = one.is_unreadable or not chosen or one.order > chosen[0].order
         if one.state in (State.CORRUPT, State.MISSING) and is_newer:
             note(f"latest is not {one.name}: {one.problem}")
+    others = about_others(chosen[0], lines_of(found)) if chosen else None
+    if others is not None:
+        note(f"latest: {others}")
     return chosen
 
 
@@ -193,10 +199,19 @@ def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
     return [c for c in found if c.is_countable]
 
 
-def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
+def _newest_attempts(found: list[Checkpoint], step: int) -> list[Checkpoint]:
+    """Return the newest checkpoint of a step in each series, of the run that is meant if it has one."""
+    oldest_first = [c for c in reversed(newest_first(found)) if c.step == step]
     # Another file may claim the same step; an unproven one counts only where none is proven.
-    proven = [c for c in found if not c.is_unproven] or found
-    return list({c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}.values())
+    proven = [c for c in oldest_first if not c.is_unproven] or oldest_first
+    chosen = {c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}
+    runs = run_by_name(lines_of(found))
+    for one in proven:
+        taken = chosen[one.series]
+        if one.is_countable and runs[one.name] != runs[taken.name]:
+            own, other = shown_run(runs[taken.name]), shown_run(runs[one.name])
+            note(f"step {step} is {taken.name} of run {own}; run {other} has {one.name}")
+    return list(chosen.values())
 
 
 def _file(store: Store, path: Path) -> Checkpoint:

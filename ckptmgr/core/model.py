@@ -119,6 +119,8 @@ class Checkpoint:
             manifest.
         previous: Its predecessor in the series, or None.
         parent_run_ids: The runs that its run was resumed from, newest first.
+        starts_anew: Whether its run asked to begin beside the checkpoints that were there, or
+            asked to resume and found none.
     """
 
     path: Path
@@ -144,6 +146,7 @@ class Checkpoint:
     id: str | None = None
     previous: Link | None = None
     parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    starts_anew: bool = field(default=False, compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Return what tells it from others; `dataclasses.asdict` has everything."""

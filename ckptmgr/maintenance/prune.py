@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prune a directory: propose a plan, and carry out exactly that plan or nothing.
 
-Every series is planned by itself. `retention.plan` believes the listing, which looks at sizes and
+Every line of runs is planned by itself (`prune_plan`). `retention.plan` believes the listing, which looks at sizes and
 not at contents; so the newest checkpoint that would stay is verified before an older one goes. A
 damaged one does not count, and the rules are applied again.
 
-`carry_out` takes the lease of a series, plans it again, and stops where the plan differs from the
+`carry_out` takes the leases of its series, plans it again, and stops where the plan differs from the
 proposed one. Dropped checkpoints go to the trash; a later prune removes them after a grace time.
 """
 
@@ -21,105 +21,35 @@ from types import MappingProxyType
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.maintenance.prune_plan import Counted, VerifiedPlanner, counted_together, plan_with
 from ckptmgr.observe.observers import REGISTERED
-from ckptmgr.policy.retention import plan
+from ckptmgr.policy.lines import lines_of
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import Batch
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
-
-class VerifiedPlanner:
-    """Plans the series of a directory; verifies as few checkpoints as needed, each at most once.
-
-    Only a store with a key finds damage in the header of a container, which digests leave out.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        # Digests and structure show damage; who wrote the checkpoint does not matter here.
-        self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
-        self._problems: dict[Path, str | None] = {}
-
-    @property
-    def damaged(self) -> Mapping[Path, str]:
-        """Path to problem, of the checkpoints that were found damaged."""
-        return {path: problem for path, problem in self._problems.items() if problem is not None}
-
-    def plan(self, history: Sequence[Checkpoint], policy: RetentionPolicy, now: datetime) -> Plan:
-        """Return the plan for one series at a time `now`; verifies nothing unless a file would go.
-
-        Raises:
-            UnsafePrune: The policy is refused; see `retention.plan`.
-            OSError: A passing error of the disk; the checkpoint must not count as damaged.
-        """
-        while True:
-            decided = plan_with(history, self.damaged, policy, now)
-            newest = next((c for c in decided.kept if c.is_countable), None)
-            if not decided.dropped or newest is None or self._problem(newest) is None:
-                return decided
-
-    def newest_intact(self, history: Sequence[Checkpoint]) -> Checkpoint | None:
-        """Return the newest intact checkpoint of a series, or None; the newest is verified first."""
-        countable = (c for c in history if c.is_countable)
-        newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
-        return next((one for one in newest_first if self._problem(one) is None), None)
-
-    def _problem(self, checkpoint: Checkpoint) -> str | None:
-        if checkpoint.path not in self._problems:
-            self._problems[checkpoint.path] = _damage(self._store, checkpoint, self._options)
-        return self._problems[checkpoint.path]
-
-
-def plan_with(
-    history: Sequence[Checkpoint],
-    damaged: Mapping[Path, str],
-    policy: RetentionPolicy,
-    now: datetime,
-) -> Plan:
-    """Return the plan for a series of which some checkpoints are known to be damaged."""
-    marked = [
-        replace(c, state=State.CORRUPT, problem=damaged[c.path]) if c.path in damaged else c
-        for c in history
-    ]
-    return plan(marked, policy, now)
-
-
-def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
-    answer = verify_checkpoint(store, checkpoint, options=options)
-    if answer.obstacle is not None:
-        raise answer.obstacle
-    is_damaged = answer.status in (Status.DAMAGED, Status.MISSING)
-    if answer.status is Status.WRONG_KEY and options.trust.keys is not None:
-        # The key authenticates its manifest and does not open the file: the header was changed.
-        is_damaged = checkpoint.state is State.OK
-    if answer.status is Status.UNREADABLE:
-        is_damaged = not _is_foreign(store, checkpoint)
-    return "; ".join(answer.problems) if is_damaged else None
-
-
-def _is_foreign(store: Store, checkpoint: Checkpoint) -> bool:
-    """Return whether another library wrote the file in a format that this one never reads."""
-    with contextlib.suppress(OSError), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
-        return detect(raw) is Kind.ZIP_PICKLE
-    return False
-
-
 _NONE: Mapping[Path, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesPlan:
-    """Plan for one series, and the problems of the checkpoints that were found damaged, by path."""
+class LinePlan:
+    """Plan for one line of runs, or one series, and the problems of what was found damaged."""
 
-    series: str
+    counted: Counted
     plan: Plan
     damaged: Mapping[Path, str] = field(default_factory=lambda: _NONE, hash=False)
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The series of the checkpoints, the oldest first."""
+        return self.counted.series
+
+    @property
+    def run_id(self) -> str | None:
+        """The newest run of the line; None for files of no run, and for a whole series."""
+        return self.counted.run_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,19 +57,24 @@ class Proposal:
     """Plan for a directory, for the time `now`; making it changed nothing.
 
     Attributes:
+        by_series: Whether each series is counted by itself, instead of each line of runs.
+        series: The only series of the plan; None for all.
         leftovers: Remains of interrupted saves, and files that live processes are writing.
         expired: Batches in the trash whose grace time is over.
-        intact: Checkpoints outside the trash, verified, because of which the expired batches go.
+        intact: Path of an expired batch to the verified checkpoints outside because of which it
+            goes.
         spared: Those of them that stay, because a series has no intact checkpoint outside the
             trash.
     """
 
     now: datetime
     policy: RetentionPolicy
-    plans: tuple[SeriesPlan, ...]
+    plans: tuple[LinePlan, ...]
+    by_series: bool = False
+    series: str | None = None
     leftovers: tuple[Checkpoint, ...] = ()
     expired: tuple[Batch, ...] = ()
-    intact: tuple[Checkpoint, ...] = ()
+    intact: Mapping[Path, tuple[Checkpoint, ...]] = field(default_factory=dict, hash=False)
     spared: tuple[Batch, ...] = ()
 
     @property
@@ -186,6 +121,7 @@ def propose(
     *,
     now: datetime,
     series: str | None = None,
+    by_series: bool = False,
     grace: timedelta = DEFAULT_GRACE,
 ) -> Proposal:
     """Return the plan of a prune at a time `now` (UTC); changes nothing.
@@ -199,9 +135,9 @@ def propose(
     found = store.scan()
     planner = VerifiedPlanner(store)
     plans = []
-    for name in sorted({c.series for c in _finished(found, series)}):
-        decided = planner.plan(_finished(found, name), policy, now)
-        plans.append(SeriesPlan(series=name, plan=decided, damaged=planner.damaged))
+    for counted in counted_together(found, series=series, by_series=by_series):
+        decided = planner.plan(counted, policy, now)
+        plans.append(LinePlan(counted=counted, plan=decided, damaged=planner.damaged))
     old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
     intact = {b: _intact_outside(store, b, found, planner) for b in old}
     spared = tuple(b for b in old if None in intact[b])
@@ -209,9 +145,11 @@ def propose(
         now=now,
         policy=policy,
         plans=tuple(plans),
+        by_series=by_series,
+        series=series,
         leftovers=tuple(sorted((c for c in found if c.state in UNFINISHED), key=lambda c: c.name)),
         expired=tuple(b for b in old if b not in spared),
-        intact=tuple({one.path: one for b in old for one in intact[b] if one}.values()),
+        intact={b.path: tuple(one for one in intact[b] if one) for b in old},
         spared=spared,
     )
 
@@ -219,19 +157,21 @@ def propose(
 def _intact_outside(
     store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
 ) -> list[Checkpoint | None]:
-    """Return the newest intact checkpoint outside the trash, or None, for each series in a batch."""
-    names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
-    return [planner.newest_intact(_finished(found, name)) for name in sorted(names)]
-
-
-def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
-    return [c for c in found if c.state not in UNFINISHED and series in (None, c.series)]
+    """Return the newest intact one outside the trash, or None, for each line of runs in a batch."""
+    inside = [replace(one, series=_series_of(store, one)) for one in batch.checkpoints]
+    whole = [one for one in found if one.state not in UNFINISHED]
+    paths = {one.path for one in inside}
+    return [
+        planner.newest_intact([one for one in line.checkpoints if one.path not in paths])
+        for line in lines_of([*inside, *whole])
+        if not paths.isdisjoint(one.path for one in line.checkpoints)
+    ]
 
 
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
-    """Carry out a proposal, series by series, each under its lease.
+    """Carry out a proposal, line by line, each under the leases of its series.
 
-    A series that is locked, has changed or fails is left alone and named in `failures`. `at_once`
+    A line that is locked, has changed or fails is left alone and named in `failures`. `at_once`
     removes for good instead of moving to the trash.
     """
     with REGISTERED.timed("prune", path=store.directory) as facts:
@@ -255,15 +195,17 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
     for one in proposal.plans:
         if one.plan.dropped or has_leftovers:
             try:
-                with store.lease(one.series):
-                    trash.finish(store, one.series)
-                    outcome.notes += store.recover(one.series)
-                    _prune_series(store, proposal, one, outcome, None if at_once else into)
+                with contextlib.ExitStack() as leases:
+                    for series in sorted(one.series):
+                        leases.enter_context(store.lease(series))
+                        trash.finish(store, series)
+                        outcome.notes += store.recover(series)
+                    _prune_line(store, proposal, one, outcome, None if at_once else into)
             except (StoreLocked, UnsafePrune, OSError) as error:
                 outcome.failures.append(error)
     for batch in proposal.expired:
         try:
-            _check_may_go(store, proposal, batch)
+            store.check_needed(proposal.intact[batch.path])
             trash.discard_batch(store, batch)
             outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
@@ -273,22 +215,17 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
     return outcome
 
 
-def _check_may_go(store: Store, proposal: Proposal, batch: Batch) -> None:
-    """Raise UnsafePrune unless the checkpoints because of which a batch goes are still there."""
-    series = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
-    store.check_needed(one for one in proposal.intact if one.series in series)
-
-
-def _prune_series(
-    store: Store, proposal: Proposal, shown: SeriesPlan, outcome: PruneResult, into: Path | None
+def _prune_line(
+    store: Store, proposal: Proposal, shown: LinePlan, outcome: PruneResult, into: Path | None
 ) -> None:
     if not shown.plan.dropped:
         return
-    history = _finished(store.scan(), shown.series)
-    fresh = plan_with(history, shown.damaged, proposal.policy, proposal.now)
-    if fresh != shown.plan:
+    now = counted_together(store.scan(), series=proposal.series, by_series=proposal.by_series)
+    same = next((one for one in now if one.is_as(shown.counted)), None)
+    if same is None or plan_with(same, shown.damaged, proposal.policy, proposal.now) != shown.plan:
+        names = ", ".join(map(repr, shown.series))
         raise UnsafePrune(
-            f"series {shown.series!r} changed after its plan was made; nothing was removed from it",
+            f"series {names} changed after its plan was made; nothing was removed from it",
             path=store.directory,
             hint="run prune again and look at the new plan",
         )

@@ -7,7 +7,8 @@ Under every policy:
 * Only countable checkpoints use up a slot. Damaged ones, leftovers, unfinished ones and those saved
   while an exception unwound the training are neither counted nor dropped. Of the last kind a newer one replaces the
   earlier ones, outside of any policy: `replaced_emergencies`.
-* Series are planned one by one: one never evicts another.
+* Series are planned one by one: one never evicts another. With `is_one_line` the history is one
+  line of runs (`policy.lines`), in whatever series it was saved.
 * Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Only
   rules about time use times.
 * Refused with UnsafePrune: a policy without rules; and when a checkpoint would be dropped, rules
@@ -60,6 +61,7 @@ def plan(
     now: datetime,
     *,
     protected: Mapping[Path, str] = _NONE_PROTECTED,
+    is_one_line: bool = False,
 ) -> Plan:
     """Return the plan of a policy: series in the order of their names, each newest first.
 
@@ -68,6 +70,7 @@ def plan(
         policy: The rules.
         now: The present time, UTC.
         protected: Path to the reason why it must stay, e.g. `resumed from`.
+        is_one_line: Whether `history` is counted as a whole, whatever its series.
 
     Raises:
         UnsafePrune: See the module's list.
@@ -76,7 +79,7 @@ def plan(
     if not rules:
         raise UnsafePrune("the retention policy is empty", hint="name what to keep, e.g. last(5)")
     verdicts: list[Verdict] = []
-    for series in _newest_first_by_series(history):
+    for series in _newest_first(history, is_one_line=is_one_line):
         verdicts += _plan_series(series, rules, now, protected=protected)
     return Plan(policy=str(policy), verdicts=tuple(verdicts))
 
@@ -134,7 +137,7 @@ def _is_unranked(rule: Rule, countable: Sequence[Checkpoint]) -> bool:
     return isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable)
 
 
-def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
+def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[list[Checkpoint]]:
     # The last key makes the order total, so that the order of the input cannot matter. The repr is
     # slow, and only a path that occurs twice needs it.
     has_doubles = len({item.path for item in history}) < len(history)
@@ -152,7 +155,8 @@ def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoi
     for checkpoint in newest_first:
         if checkpoint.path not in seen:
             seen.add(checkpoint.path)
-            by_series.setdefault(checkpoint.series, []).append(checkpoint)
+            name = "" if is_one_line else checkpoint.series
+            by_series.setdefault(name, []).append(checkpoint)
     return [by_series[name] for name in sorted(by_series)]
 
 

@@ -8,7 +8,7 @@ Leftovers and unfinished files raise nothing, and an empty result is no error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -27,6 +27,7 @@ from ckptmgr.io.passing_errors import (
     pause_before_retry,
 )
 from ckptmgr.io.temp_names import parse_temp
+from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.store.listing import lone_sets
 
 if TYPE_CHECKING:
@@ -92,16 +93,33 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
     return tuple(f"skipped {one.checkpoint.name}: {one.reason}" for one in skipped)
 
 
-def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+def newest_first(
+    checkpoints: Sequence[Checkpoint], own_runs: Set[str] = frozenset()
+) -> list[Checkpoint]:
     """Return the finished checkpoints, newest first, emergency saves last.
 
-    The state of an emergency save may be from the middle of a step. Checkpoints with an unreadable
-    manifest come first: their age is unknown, and the caller must report each one that it skips.
+    Those of the line of runs that is meant come before those of other lines; `own_runs` are the run
+    that asks and its parents. The state of an emergency save may be from the middle of a step.
+    Checkpoints with an unreadable manifest come first: their age is unknown, and the caller must
+    report each one that it skips.
     """
     usable = [c for c in checkpoints if c.state not in UNFINISHED]
+    meant = meant_line(lines_of(usable), own_runs)
+
+    def is_of_other_line(c: Checkpoint) -> bool:
+        if meant is None or c.is_unproven:
+            return False
+        return c.run_id not in meant.runs if c.run_id else c.sequence == 0
+
     return sorted(
         usable,
-        key=lambda c: (c.is_unreadable, not c.is_emergency, *c.order, c.saved_at),
+        key=lambda c: (
+            c.is_unreadable,
+            not c.is_emergency,
+            not is_of_other_line(c),
+            *c.order,
+            c.saved_at,
+        ),
         reverse=True,
     )
 
@@ -334,7 +352,11 @@ class RollbackCandidates(StateCandidates):
         """List the directory; return the candidates."""
         present = self._reader.checkpoints()
         past = [c for c in present if c.step <= self._target and not c.is_bare]
-        found = newest_first([c for c in past if (c.path, c.sequence) not in self._given_up])
+        own_runs = self._reader.own_runs()
+        if any(c.run_id in own_runs for c in present):  # another run's past is not that of this one
+            past = [c for c in past if not c.run_id or c.is_unproven or c.run_id in own_runs]
+        known = [c for c in past if (c.path, c.sequence) not in self._given_up]
+        found = newest_first(known, own_runs)
         return [*takewhile(self._may_be_newer, found)]
 
     def _may_be_newer(self, checkpoint: Checkpoint) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,14 +42,22 @@ class NamedValues(NamedTuple):
 class SeriesReader:
     """Lists, finds and reads the checkpoints of a series.
 
-    `slicer` knows which leaves of a state are slices of larger tensors.
+    `slicer` knows which leaves of a state are slices of larger tensors. `own_runs` returns the run
+    that reads and its parents, whose checkpoints come before those of other runs.
     """
 
     def __init__(
-        self, store: Store, series: str, *, options: ReadOptions, slicer: Slicer | None = None
+        self,
+        store: Store,
+        series: str,
+        *,
+        options: ReadOptions,
+        slicer: Slicer | None = None,
+        own_runs: Callable[[], Set[str]] = frozenset,
     ) -> None:
         self.store = store
         self.series = series
+        self.own_runs = own_runs
         self._options = options
         self._slicer = slicer
 
@@ -60,12 +68,15 @@ class SeriesReader:
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint without known damage, or None.
+        """Return the newest checkpoint without known damage of the line that is meant, or None.
+
+        That is the line of the run that reads, else the one that committed last; see `meant_line`.
 
         Raises:
             OSError: The disk cannot read a manifest, and that checkpoint may be newer.
         """
-        return next((c for c in newest_first(self._readable()) if c.is_countable), None)
+        found = newest_first(self._readable(), self.own_runs())
+        return next((c for c in found if c.is_countable), None)
 
     def _readable(self) -> list[Checkpoint]:
         """Return the committed checkpoints, as `checkpoints` does.
@@ -109,12 +120,11 @@ class SeriesReader:
         if newest is not None:
             return newest
         # Proven checkpoints first: an unproven file may claim the same step.
-        newest_first = sorted(
-            reversed(self.checkpoints()),
-            key=lambda c: (c.is_countable, not c.is_unproven),
-            reverse=True,
+        tried = sorted(
+            newest_first(self.checkpoints(), self.own_runs()),
+            key=lambda c: (not c.is_countable, c.is_unproven),
         )
-        for found in newest_first:
+        for found in tried:
             if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
                 return found
         raise CheckpointNotFound(

@@ -35,6 +35,7 @@ from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
+from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
@@ -85,9 +86,15 @@ class BegunSave:
 class SeriesWriter:
     """The only writer of a series, which holds its lease.
 
+    `ways_out` ends the warning of a run that was not resumed.
+
     `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
     some seconds. `run_id` is random by default. `rank_files` are cleaned up, too.
     """
+
+    ways_out = (
+        'call resume() before the first step; to begin beside it on purpose, resume(start="new")'
+    )
 
     def __init__(
         self,
@@ -108,6 +115,7 @@ class SeriesWriter:
         self.options = options
         self.run_id = run_id if run_id is not None else uuid.uuid4().hex
         self.parent_run_ids: tuple[str, ...] = ()
+        self.starts_anew = False
         self.resumed_from: Checkpoint | None = None
         self._last_saved: Checkpoint | None = None
         self._damaged: dict[tuple[Path, str | None], str] = {}
@@ -229,13 +237,24 @@ class SeriesWriter:
             self._holder = None
             self._lease.close()
 
-    def forget_parents(self) -> None:
-        """Record that this run continues none of the present checkpoints."""
+    def start_anew(self) -> None:
+        """Record that this run continues none of the present checkpoints, because it was asked to.
+
+        What it has saved so far counts as that of another run.
+        """
+        if self._last_saved is not None:
+            self.run_id = uuid.uuid4().hex
         self.resumed_from, self.parent_run_ids = None, ()
+        self.starts_anew = True
+
+    @property
+    def own_runs(self) -> frozenset[str]:
+        """This run and the runs that it continues."""
+        return frozenset((self.run_id, *self.parent_run_ids)) - {""}
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Continue the run of a checkpoint: its checkpoints now count as those of this run."""
-        self.resumed_from = checkpoint
+        self.resumed_from, self.starts_anew = checkpoint, False
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)
             # A file of no run has the run id "", which must not make other such files ours.
@@ -304,7 +323,29 @@ class SeriesWriter:
             history = [c for c in present if c.series == self.series]
             attempt = next_attempt(history, facts.step, trust=self.store.trust)
         own = [c for c in (self.resumed_from, self._last_saved) if c is not None]
+        if not (own or self.parent_run_ids or self.starts_anew):
+            self._warn_if_not_resumed(facts.step, present)
         return SavePosition(sequence, attempt, link_to_newest([*present, *own], self.series))
+
+    def _warn_if_not_resumed(self, step: int, present: Sequence[Checkpoint]) -> None:
+        """Warn before the first save of a run that begins below what another run has reached."""
+        found = [c for c in present if c.series == self.series]
+        meant = meant_line(lines_of(found))
+        reached = None if meant is None else meant.newest
+        if reached is None or reached.step < step or self.run_id in {c.run_id for c in found}:
+            return
+        _LOG.warning(
+            "%s: this run was not resumed, and its first save is of step %d, but %s has reached step %d (%s). The "
+            "checkpoints of both stay: each run is counted by itself, and latest and resume() mean step %d. To continue "
+            "it, %s",
+            self.store.directory,
+            step,
+            meant,
+            reached.step,
+            reached.name,
+            reached.step,
+            self.ways_out,
+        )
 
     def draft(
         self, name: str, options: SaveOptions, facts: SaveFacts, *, place: SavePosition
@@ -315,6 +356,7 @@ class SeriesWriter:
             series=self.series,
             run_id=self.run_id,
             parent_run_ids=self.parent_run_ids,
+            starts_anew=self.starts_anew,
             step=facts.step,
             attempt=place.attempt,
             sequence=place.sequence,
@@ -336,7 +378,7 @@ class SeriesWriter:
         return self._own(self.store.scan())
 
     def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
-        lineage = {self.run_id, *self.parent_run_ids} - {""}
+        lineage = self.own_runs
         own = [
             c if c.series == self.series else replace(c, series=self.series)
             for c in present
@@ -419,8 +461,9 @@ class SeriesWriter:
         try:
             with defer_signals(), self.changing:
                 present = self.store.scan()
-                lineage = {self.run_id, *self.parent_run_ids} - {""}
-                replaced = replaced_emergencies(newest, present, lineage, has_restarts=has_restarts)
+                replaced = replaced_emergencies(
+                    newest, present, self.own_runs, has_restarts=has_restarts
+                )
                 dropped = [
                     one
                     for one in replaced

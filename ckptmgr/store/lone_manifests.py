@@ -28,7 +28,9 @@ class LoneManifest(NamedTuple):
     def newer_in(self, present: Iterable[Checkpoint]) -> Checkpoint | None:
         """Return the newest whole checkpoint that supersedes it, or None.
 
-        That is one as new or newer, of its series or of a run that resumed from its run.
+        That is one as new or newer, of its run or of a run that resumed from it; where no run is
+        known, or an emergency save may have been replaced, of its series. A run that was not
+        resumed removes nothing of another one.
 
         A save made while an exception unwound the training does not count: retention removes
         nothing because of it.
@@ -39,7 +41,7 @@ class LoneManifest(NamedTuple):
             for one in present
             if one.state is State.OK
             and one.is_countable
-            and (one.series == own.series or (own.run_id and own.run_id in one.parent_run_ids))
+            and _is_of_line(own, one)
             and one.order >= own.order
         ]
         return max(newer, key=lambda one: one.order, default=None)
@@ -68,3 +70,10 @@ class LoneManifest(NamedTuple):
         )
         found = self.manifest.to_checkpoint(directory, state=State.MISSING, problem=problem)
         return replace(found, size_bytes=0, obstacle=no_such_file(found.path))
+
+
+def _is_of_line(own: Checkpoint, other: Checkpoint) -> bool:
+    if own.run_id and own.run_id in (other.run_id, *other.parent_run_ids):
+        return True
+    is_known = own.run_id and other.run_id and not own.is_emergency
+    return own.series == other.series and not is_known

@@ -219,6 +219,7 @@ class CallbackSeries:
         writer = self._writers.get((directory, series))
         if writer is None:
             writer = self._parts.writer(directory, series, has_epochs=True)
+            writer.starts_anew = True  # MindSpore's restarts have a series of their own
             self._writers[directory, series] = writer
         return writer
 

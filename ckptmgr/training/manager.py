@@ -214,6 +214,9 @@ class CheckpointManager:
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
+        Where several runs share the series, it is that of the run that saved last; but a run that
+        neither resumed nor asked to start anew gives way to one that reached a later step.
+
         Arrays of `state` that can be filled from the file are filled in place, without a second
         copy in memory. Every byte is verified before the first write: damaged checkpoints change
         nothing, even if none loads.
@@ -417,7 +420,11 @@ class CheckpointManager:
         return self._reader.checkpoints()
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint without known damage, or None; leftovers raise nothing."""
+        """Return the newest checkpoint without known damage, or None; leftovers raise nothing.
+
+        Where several runs share the series: of this run, if it has saved or resumed; else of the
+        one that `resume` would go on from. `run_id` of the checkpoint names it.
+        """
         return self._reader.latest()
 
     def best(self, metric: str, mode: str = "min") -> Checkpoint | None:

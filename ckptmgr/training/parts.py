@@ -99,7 +99,13 @@ class RunParts:
             rank=None if ranks is None else ranks.rank,
             world=1 if ranks is None else ranks.world,
         )
-        return SeriesReader(writer.store, writer.series, options=options, slicer=self.team.slicer)
+        return SeriesReader(
+            writer.store,
+            writer.series,
+            options=options,
+            slicer=self.team.slicer,
+            own_runs=lambda: writer.own_runs,
+        )
 
     def engine(self, *, has_before_update: bool) -> SaveEngine:
         """Return the save engine; raises as `engine_for`."""

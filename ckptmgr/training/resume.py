@@ -22,6 +22,7 @@ from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
 from ckptmgr.formats.source import read_bytes
+from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import (
     RunCandidates,
     Skipped,
@@ -63,8 +64,8 @@ class Resumption:
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
         doubt: Why the genuine checkpoint is probably an older file under its name, or of another
-            run; or which newer checkpoint may return, because its data is missing or the disk
-            cannot read it; or None.
+            run; which newer checkpoint may return, because its data is missing or the disk cannot
+            read it; or which other run in the series saved later or reaches a later step; or None.
     """
 
     step: int
@@ -215,9 +216,14 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
         for hint in why_nothing(present, candidates.is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
-    doubts = [one for one in (_doubt(checkpoint, present), doubt_of(skipped)) if one is not None]
+    others = about_others(checkpoint, lines_of(c for c in present if candidates.is_own(c)))
+    if others is not None:
+        _LOG.warning("%s: resuming one of several runs: %s", writer.store.directory, others)
+    doubts = (_doubt(checkpoint, present), doubt_of(skipped), others)
     return Found(
-        newest=(checkpoint, loaded), skipped=tuple(skipped), doubt="; ".join(doubts) or None
+        newest=(checkpoint, loaded),
+        skipped=tuple(skipped),
+        doubt="; ".join(one for one in doubts if one is not None) or None,
     )
 
 
@@ -291,6 +297,7 @@ def resume_state(
     _check_storable(state, writer)
     found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
+        writer.start_anew()
         past.start_fresh()
         data.forget()
         return Resumption.fresh(state, skipped=found.skipped, doubt=found.doubt)
@@ -331,6 +338,6 @@ def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resump
     """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
     _check_storable(state, writer)
-    writer.forget_parents()
+    writer.start_anew()
     past.start_fresh()
     return Resumption.fresh(state)

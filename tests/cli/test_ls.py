@@ -88,11 +88,23 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "count": 3,
         "size_bytes": sum(item["size_bytes"] for item in document["items"]),
         "states": {"corrupt": 1, "ok": 2},
+        "lines": [
+            {
+                "run": "run-of-net",
+                "runs": ["run-of-net"],
+                "series": ["net"],
+                "count": 3,
+                "newest": second["path"].rpartition("/")[2],
+                "step": second["step"],
+                "is_latest": True,
+            }
+        ],
     }
     assert first == {
         "path": str(tmp_path / "net-1_10.ckpt"),
         "series": "net",
         "run": "run-of-net",
+        "line": "run-of-net",
         "step": 10,
         "attempt": 0,
         "sequence": 1,

@@ -202,7 +202,7 @@ def test_trash_that_holds_the_last_whole_one_stays_and_says_so(tmp_path: Path) -
     flip(newest, 100)
     later = NOW_S + 2 * DAY_S
     shown = run("prune", tmp_path, "--keep", "last(1)", "--yes", now_s=later).stdout
-    assert "stays, because outside the trash nothing whole of a series is left" in shown
+    assert "stays, because outside the trash nothing whole of a run is left" in shown
     assert run("prune", tmp_path, "--undo").stdout.startswith("net-1_10.ckpt")
 
 

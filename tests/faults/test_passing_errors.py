@@ -12,7 +12,8 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.maintenance.prune import VerifiedPlanner, propose
+from ckptmgr.maintenance.prune import propose
+from ckptmgr.maintenance.prune_plan import VerifiedPlanner, counted_together
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.reader import SeriesReader
@@ -339,5 +340,6 @@ def test_prune_counts_what_could_not_be_read_once(error: int) -> None:
     failing = FailingFile(model, error, name_of(3), is_lasting=False, times=4)
     store = Store(RUNS, fs=failing, processes=ModelProcesses(model))
     plans = VerifiedPlanner(store)
-    decided = plans.plan(store.scan(), parse_policy("last(1)"), NOW)
+    (counted,) = counted_together(store.scan())
+    decided = plans.plan(counted, parse_policy("last(1)"), NOW)
     assert ([c.step for c in decided.kept], plans.damaged) == ([3], {})

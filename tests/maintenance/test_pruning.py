@@ -67,7 +67,7 @@ def test_each_series_is_planned_by_itself(tmp_path: Path) -> None:
     for series in ("a", "b"):
         save_run(tmp_path, [10, 20, 30], series=series)
     found = proposal(tmp_path)
-    assert [one.series for one in found.plans] == ["a", "b"]
+    assert [one.series for one in found.plans] == [("a",), ("b",)]
     assert [c.step for c in found.kept] == [30, 20, 30, 20]
     filtered = propose(Store(tmp_path), LAST_TWO, now=NOW, series="b")
     assert [c.series for c in filtered.dropped] == ["b"]

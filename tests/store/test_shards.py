@@ -253,7 +253,8 @@ def test_prune_and_undo_take_and_give_back_all_files() -> None:
     disk = disk_with(10.0)
     for rank, content in enumerate(CONTENTS):
         put(disk, RUNS / shard(rank), content)
-    put(disk, PATH, encode(replace(sharded(), sequence=0, pins=())))
+    (run_id,) = {c.run_id for c in store_on(disk).scan() if c.run_id}
+    put(disk, PATH, encode(replace(sharded(), sequence=0, pins=(), run_id=run_id)))
     before = set(disk.list(RUNS))
     store = store_on(disk)
     (checkpoint,) = [c for c in store.scan() if c.name == SET]

@@ -15,9 +15,17 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
+from ckptmgr.cli.run_lines import (
+    are_as_series,
+    line_json,
+    run_by_name,
+    sentence_of_latest,
+    shown_run,
+)
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
+from ckptmgr.policy.lines import RunLine, lines_of, meant_line
 
 if TYPE_CHECKING:
     from ckptmgr.store.store import Store
@@ -45,6 +53,8 @@ def ls_command(
     Reads manifests only. With a key they are authenticated, with --public-key their signatures are
     checked; without either nothing proves their writer. STATE is ok, unverified (nothing vouches
     for the file), corrupt, missing (the manifest is here, the data is not), leftover or writing.
+    RUN, where a series has checkpoints of several runs or a run several series, is the newest run
+    of those that were resumed from each other.
     """
     from ckptmgr.cli.selectors import list_selected
 
@@ -54,7 +64,10 @@ def ls_command(
     ]
     output = render.make_output(ctx, store.directory)
     if output.is_json:
-        output.result([render.checkpoint_json(c) for c in found], _summary(found))
+        lines = lines_of(found)
+        runs = run_by_name(lines)
+        items = [{**render.checkpoint_json(c), "line": runs[c.name]} for c in found]
+        output.result(items, _summary(found, lines))
     elif output.is_quiet:
         output.paths([c.path for c in found])
     else:
@@ -75,27 +88,36 @@ def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def _summary(found: list[Checkpoint]) -> dict[str, Json]:
+def _summary(found: list[Checkpoint], lines: list[RunLine]) -> dict[str, Json]:
+    meant = meant_line(lines)
     return {
         "count": len(found),
         "size_bytes": sum(c.size_bytes for c in found),
         "states": dict(sorted(Counter(c.state.value for c in found).items())),
+        "lines": [line_json(line, meant) for line in lines],
     }
 
 
 def _print(output: Output, found: list[Checkpoint], session: Session) -> None:
     has_series = len({c.series for c in found}) > 1
-    header = ("SERIES", *_HEADER) if has_series else _HEADER
+    lines = lines_of(found)
+    has_runs = not are_as_series(lines)
+    runs = run_by_name(lines)
+    header = (*["SERIES"] * has_series, *["RUN"] * has_runs, *_HEADER)
     now = session.now()
     if found:
         rows = []
         for checkpoint in found:
             row = _row(checkpoint, saved=render.age(checkpoint.saved_at, now))
-            rows.append([Cell(checkpoint.series), *row] if has_series else row)
+            series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
+            rows.append([*[series] * has_series, *[run] * has_runs, *row])
         output.table(header, rows, right="STEP SAVED SIZE")
     for checkpoint in found:
         if checkpoint.problem is not None and checkpoint.state.value not in ("unverified",):
             output.line(f"{checkpoint.name}: {checkpoint.problem}")
+    latest = sentence_of_latest(lines, meant_line(lines))
+    if latest is not None:
+        output.line(latest)
     total = render.size(sum(c.size_bytes for c in found))
     states = Counter(c.state.value for c in found)
     others = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")

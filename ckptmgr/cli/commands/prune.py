@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 @click.argument("directory", type=options.PATH, default=Path())
 @click.option("--keep", metavar="EXPR", help="What to keep, e.g. 'last(3) | every(1000) | pinned'.")
 @options.series_option
+@click.option("--by-series", is_flag=True, help="Count each series by itself, not each run.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show the plan; write nothing at all.")
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would go.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
@@ -51,6 +52,7 @@ def prune_command(
     directory: Path,
     keep: str | None,
     series: str | None,
+    by_series: bool,
     dry_run: bool,
     check: bool,
     yes: bool,
@@ -63,8 +65,10 @@ def prune_command(
     """Remove the checkpoints that a policy does not keep.
 
     The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is
-    done. It is applied to each series by itself. The newest, pinned and damaged ones always stay;
-    where anything would go, the newest that stays is verified first, with --key its header, too.
+    done. It is applied to each run by itself: a run counts together with the runs that it was
+    resumed from, in whatever series they saved. With --by-series it is applied to each series. The
+    newest of each run, pinned and damaged ones always stay; where anything would go, the newest
+    that stays is verified first, with --key its header, too.
     Removed ones stay in .ckptmgr-trash for the grace time; the next prune after that removes them
     for good. Until then --undo brings the last batch back.
     """
@@ -79,15 +83,17 @@ def prune_command(
     ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory)
     if undo:
-        if keep is not None or check or at_once:
-            raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
+        if keep is not None or check or at_once or by_series:
+            raise UsageProblem(
+                "--undo stands alone", hint="drop --keep, --check, --now and --by-series"
+            )
         return _undo(store, output, is_dry=dry_run)
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     if not (dry_run or check or yes):
-        _check_can_ask(store, policy, series=series, now=now)
+        _check_can_ask(store, policy, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
-        proposal = propose(store, policy, now=now, series=series, grace=life)
+        proposal = propose(store, policy, now=now, series=series, by_series=by_series, grace=life)
     view = PlanView(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         view.plan(proposal)
@@ -105,17 +111,20 @@ def prune_command(
 
 
 def _check_can_ask(
-    store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
+    store: Store,
+    policy: RetentionPolicy,
+    *,
+    series: str | None,
+    by_series: bool,
+    now: datetime,
 ) -> None:
     """Raise UnsafePrune if checkpoints would go and there is no terminal to ask at."""
-    from ckptmgr.cli.selectors import list_selected
-    from ckptmgr.policy.retention import plan
+    from ckptmgr.maintenance.prune_plan import counted_together, plan_with
 
     if sys.stdin.isatty():
         return
-    found = list_selected(store, series=series)
-    for name in {c.series for c in found}:
-        if plan([c for c in found if c.series == name], policy, now).dropped:
+    for counted in counted_together(store.scan(), series=series, by_series=by_series):
+        if plan_with(counted, {}, policy, now).dropped:
             options.check_can_ask(UnsafePrune)
 
 

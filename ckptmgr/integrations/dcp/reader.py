@@ -32,7 +32,7 @@ from ckptmgr.integrations.dcp.index import RankPiece
 from ckptmgr.integrations.dcp.loading import Loading, check_shared
 from ckptmgr.integrations.dcp.metadata import metadata_from
 from ckptmgr.integrations.dcp.place import checked_config, place_of, set_name_of
-from ckptmgr.integrations.dcp.run import note_resumed
+from ckptmgr.integrations.dcp.run import lineage_of, note_resumed
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.observe.observers import Observer, Observers, about
@@ -249,13 +249,17 @@ class StorageReader(storage.StorageReader):
         return _Found(checkpoint=checkpoint, manifest=manifest, shards=shards, metadata=metadata)
 
     def _checkpoint(self, store: Store) -> Checkpoint:
-        reader = SeriesReader(store, self._place.series, options=self._options)
+        lineage = lineage_of(self._place)
+        own_runs = frozenset[str]() if lineage is None else lineage.runs
+        reader = SeriesReader(
+            store, self._place.series, options=self._options, own_runs=lambda: own_runs
+        )
         if self._wanted is not None:
             return reader.find(self._wanted)
         skipped = skipped_sets(store.scan(), self._place.series)
         for lone in skipped:
             _LOG.warning("skipped %s: %s", lone.checkpoint.path, lone.reason)
-        for one in newest_first(reader.checkpoints()):
+        for one in newest_first(reader.checkpoints(), own_runs):
             if one.obstacle is not None and may_be_whole(one.obstacle):
                 raise one.obstacle
             if one.is_countable:

@@ -64,6 +64,11 @@ class Lineage:
     parent_run_ids: tuple[str, ...]
     resumed_from: Checkpoint | None
 
+    @property
+    def runs(self) -> frozenset[str]:
+        """The run and those that it continues."""
+        return frozenset((self.run_id, *self.parent_run_ids))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
@@ -89,6 +94,9 @@ class DcpRun:
             clock=place.clock,
             observers=observers,
             rank_files=self._files,
+        )
+        self.writer.ways_out = (
+            "load it before the first step; to begin beside it on purpose, give another prefix"
         )
         self._options = options
         self._attempt: _Attempt | None = None

@@ -82,6 +82,7 @@ SCHEMA = "ckptmgr.manifest/1"
 SHARDED_SCHEMA = "ckptmgr.manifest/2"
 _SCHEMAS = (SCHEMA, SHARDED_SCHEMA)
 _ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
+_NEW = "new"  # in `run.start`
 _MAX_RANGE_BYTES = 1 << 30
 _MAX_BLANK_BYTES = 2 << 16  # two header copies of the largest size
 
@@ -240,7 +241,11 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "sequence": manifest.sequence,
         "saved_at": time_text(manifest.saved_at),
         "why": manifest.why,
-        "run": {"id": manifest.run_id, "parents": list(manifest.parent_run_ids)},
+        "run": {
+            "id": manifest.run_id,
+            "parents": list(manifest.parent_run_ids),
+            **({"start": _NEW} if manifest.starts_anew else {}),
+        },
         "world": {"size": manifest.world_size},
         "metrics": {name: number_to_json(value) for name, value in manifest.metrics.items()},
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
@@ -292,6 +297,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
         series=series_name(document["series"]),
         run_id=typed(run["id"], str),
         parent_run_ids=tuple(typed(parent, str) for parent in run["parents"]),
+        starts_anew=run.get("start") == _NEW,
         step=count(document, "step"),
         attempt=count(document, "attempt"),
         epoch=None if document["epoch"] is None else count(document, "epoch"),

@@ -52,6 +52,7 @@ class Manifest:
         series: Name of the series.
         run_id: The run that wrote it.
         parent_run_ids: The runs it was resumed from, newest first.
+        starts_anew: Whether the run asked to begin beside the checkpoints that were there.
         step: Global training step.
         attempt: Which save of this step it is, from 0.
         sequence: Order of commits in the directory, from 1.
@@ -80,6 +81,7 @@ class Manifest:
     sequence: int
     saved_at: datetime
     parent_run_ids: tuple[str, ...] = ()
+    starts_anew: bool = False
     attempt: int = 0
     epoch: int | None = None
     why: str = "manual"
@@ -176,6 +178,7 @@ class Manifest:
             id=self.id,
             previous=self.previous,
             parent_run_ids=self.parent_run_ids,
+            starts_anew=self.starts_anew,
         )
 
 

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of a prune: what is counted together, and how much is verified before anything may go.
+
+Each line of runs is counted by itself (`policy.lines`), in whatever series its runs saved. On
+request each series is counted by itself; then the newest checkpoint of every line in it stays, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
+from ckptmgr.core.trust import Trust
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.policy.lines import RunLine, lines_of
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Checkpoints that a policy counts together: a line of runs, or a whole series.
+
+    Attributes:
+        series: Their series, the oldest first.
+        lines: The lines, each with those of its checkpoints that are counted here.
+        is_series: Whether it is a whole series.
+    """
+
+    series: tuple[str, ...]
+    lines: tuple[RunLine, ...]
+    is_series: bool = False
+
+    @property
+    def run_id(self) -> str | None:
+        """The newest run of the line; None for files of no run, and for a whole series."""
+        return None if self.is_series else self.lines[0].run_id
+
+    def is_as(self, other: Counted) -> bool:
+        """Return whether it is the same line or series, in another listing."""
+        return (self.run_id, self.series[:1]) == (other.run_id, other.series[:1])
+
+
+def counted_together(
+    found: Sequence[Checkpoint], *, series: str | None = None, by_series: bool = False
+) -> list[Counted]:
+    """Return what a policy counts together: the lines of runs, or each series by itself.
+
+    `series` leaves out the checkpoints of all others. The order is that of the names of the series
+    that were saved in first, of equal names the line that committed last first.
+    """
+    whole = [c for c in found if c.state not in UNFINISHED]
+    lines = [
+        replace(line, checkpoints=tuple(c for c in line.checkpoints if series in (None, c.series)))
+        for line in lines_of(whole)
+    ]
+    lines = [line for line in lines if line.checkpoints]
+    if by_series:
+        return _by_series(lines)
+    counted = [Counted(series=line.series, lines=(line,)) for line in lines]
+    return sorted(counted, key=lambda one: one.series[0])
+
+
+def _by_series(lines: Sequence[RunLine]) -> list[Counted]:
+    parts: dict[str, list[RunLine]] = {}
+    for line in lines:
+        for name in line.series:
+            own = tuple(c for c in line.checkpoints if c.series == name)
+            parts.setdefault(name, []).append(replace(line, checkpoints=own))
+    return [
+        Counted(series=(name,), lines=tuple(parts[name]), is_series=True) for name in sorted(parts)
+    ]
+
+
+class VerifiedPlanner:
+    """Plans the lines of a directory; verifies as few checkpoints as needed, each at most once.
+
+    Only a store with a key finds damage in the header of a container, which digests leave out.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        # Digests and structure show damage; who wrote the checkpoint does not matter here.
+        self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
+        self._problems: dict[Path, str | None] = {}
+
+    @property
+    def damaged(self) -> Mapping[Path, str]:
+        """Path to problem, of the checkpoints that were found damaged."""
+        return {path: problem for path, problem in self._problems.items() if problem is not None}
+
+    def plan(self, counted: Counted, policy: RetentionPolicy, now: datetime) -> Plan:
+        """Return the plan at a time `now`; verifies nothing unless a file would go.
+
+        Raises:
+            UnsafePrune: The policy is refused; see `retention.plan`.
+            OSError: A passing error of the disk; the checkpoint must not count as damaged.
+        """
+        while True:
+            decided = plan_with(counted, self.damaged, policy, now)
+            staying, going = _paths(decided.kept), _paths(decided.dropped)
+            newest = [
+                next(
+                    (c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying),
+                    None,
+                )
+                for line in _marked(counted, self.damaged)
+                if not going.isdisjoint(_paths(line.checkpoints))
+            ]
+            # Of a line from which nothing goes, nothing needs to be whole.
+            if not any([one is not None and self._problem(one) is not None for one in newest]):
+                return decided
+
+    def newest_intact(self, history: Sequence[Checkpoint]) -> Checkpoint | None:
+        """Return the newest intact checkpoint, or None; the newest is verified first."""
+        countable = (c for c in history if c.is_countable)
+        newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
+        return next((one for one in newest_first if self._problem(one) is None), None)
+
+    def _problem(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.path not in self._problems:
+            self._problems[checkpoint.path] = _damage(self._store, checkpoint, self._options)
+        return self._problems[checkpoint.path]
+
+
+def plan_with(
+    counted: Counted, damaged: Mapping[Path, str], policy: RetentionPolicy, now: datetime
+) -> Plan:
+    """Return the plan for checkpoints of which some are known to be damaged.
+
+    Where several lines are counted together, the newest of each one stays.
+    """
+    lines = _marked(counted, damaged)
+    newest = [(line, line.newest) for line in lines if len(lines) > 1]
+    protected = {one.path: f"newest of {line}" for line, one in newest if one is not None}
+    history = [one for line in lines for one in line.checkpoints]
+    return plan(history, policy, now, protected=protected, is_one_line=True)
+
+
+def _marked(counted: Counted, damaged: Mapping[Path, str]) -> list[RunLine]:
+    return [
+        replace(
+            line,
+            checkpoints=tuple(
+                replace(c, state=State.CORRUPT, problem=damaged[c.path]) if c.path in damaged else c
+                for c in line.checkpoints
+            ),
+        )
+        for line in counted.lines
+    ]
+
+
+def _paths(checkpoints: Sequence[Checkpoint]) -> frozenset[Path]:
+    return frozenset(one.path for one in checkpoints)
+
+
+def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
+    answer = verify_checkpoint(store, checkpoint, options=options)
+    if answer.obstacle is not None:
+        raise answer.obstacle
+    is_damaged = answer.status in (Status.DAMAGED, Status.MISSING)
+    if answer.status is Status.WRONG_KEY and options.trust.keys is not None:
+        # The key authenticates its manifest and does not open the file: the header was changed.
+        is_damaged = checkpoint.state is State.OK
+    if answer.status is Status.UNREADABLE:
+        is_damaged = not _is_foreign(store, checkpoint)
+    return "; ".join(answer.problems) if is_damaged else None
+
+
+def _is_foreign(store: Store, checkpoint: Checkpoint) -> bool:
+    """Return whether another library wrote the file in a format that this one never reads."""
+    with contextlib.suppress(OSError), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
+        return detect(raw) is Kind.ZIP_PICKLE
+    return False
