@@ -74,7 +74,7 @@ $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 	$(call make_venv,$(PROVIDERS_VENV),constraints.txt,providers)
 
 $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
-	@echo "installing Hugging Face's libraries into $(HUB_VENV) (about 1.5 GB)"
+	@echo "installing Hugging Face's libraries and Lightning into $(HUB_VENV) (about 1.5 GB)"
 	$(call make_venv,$(HUB_VENV),constraints.txt,hub)
 
 $(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
@@ -143,7 +143,7 @@ interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 	@$(INTEROP_PY) $(PYTEST) -m interop tests/interop $(PYTEST_ARGS)
 
 .PHONY: hub
-hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers
+hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers, and train with Lightning
 	@HF_HUB_OFFLINE=1 $(HUB_PY) $(PYTEST) -m hub tests/hub $(PYTEST_ARGS)
 
 # The adapters are judged here, because nothing else runs them; that of tokens only where there is one.

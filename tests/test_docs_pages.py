@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*(DOCS / "how-to").glob("*.md"), *(DOCS / "coming-from").glob("*.md")])
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
-_FRAMEWORKS = ("torch", "jax", "lightning", "mindspore")
+_FRAMEWORKS = ("torch", "jax", "lightning", "mindspore", "pytorch_lightning")
 
 pytestmark = pytest.mark.skipif(
     not DOCS.exists(), reason="needs the sources: the pages are not installed"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.store.change_leases import lease_of_name
-from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:
@@ -101,6 +102,27 @@ def save_named(
         return saved
     # As it is listed: of its facts, nothing is in the file.
     return replace(saved, state=State.UNVERIFIED, step=0, epoch=None, metrics={}, run_id=None)
+
+
+def remove_single_file(path: Path) -> None:
+    """Remove a file and the manifest that it may have, durably; do nothing where there is none.
+
+    Raises:
+        IsADirectoryError: It is a directory.
+        StoreLocked: Another process is saving it.
+        OSError: From the disk.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(21, os.strerror(21), str(path))
+    if not path.parent.is_dir():
+        return
+    store = Store(path.parent)
+    with defer_signals(), lease_of_name(store, path.name):
+        # The data first: without its manifest it would be a file that nothing vouches for.
+        for name in (path.name, manifest_name(path.name)):
+            if store.fs.status(path.parent / name) is not None:
+                store.fs.unlink(path.parent / name)
+                store.fs.sync_directory(path.parent)
 
 
 def _draft(
