@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
 from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
@@ -25,6 +30,9 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.state.slices import Slice
     from ckptmgr.state.unflatten import ReadTensor
 
+_OWN_PREFIX = "ckptmgr."
+# Metadata of a safetensors file: for which library it is, and MindSpore's CRC32.
+_FORMAT_NAMES = ("format", "crc_num")
 SKELETON = "ckptmgr.tree"
 SKELETON_CRC = "ckptmgr.tree_crc32"
 """Decimal CRC-32 of the skeleton's UTF-8 text, in safetensors files that have MindSpore's CRC."""
@@ -35,8 +43,20 @@ DATA = "ckptmgr.data"
 
 
 def state_metadata(flat: tree.FlatState) -> dict[str, str]:
-    """Return the metadata strings that are needed to restore the state."""
-    found = {**flat.aliases, SKELETON: flat.skeleton}
+    """Return the metadata strings that are needed to restore the state, and its second names.
+
+    Raises:
+        UnsupportedState: A second name is one that the library keeps for itself.
+    """
+    for alias, name in flat.aliases.items():
+        if alias.startswith(_OWN_PREFIX):
+            raise UnsupportedState(
+                f"{alias!r}, a second name of the tensor {name!r}, is reserved in the metadata",
+                hint=f"rename it: names that begin with {_OWN_PREFIX!r} are those of this library",
+            )
+    # A second name serves other libraries only, which read these two as what they are.
+    aliases = {name: one for name, one in flat.aliases.items() if name not in _FORMAT_NAMES}
+    found = {**aliases, SKELETON: flat.skeleton}
     stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}
     slices = {name: one for name, one in flat.slices.items() if name in stored}
     if slices:
