@@ -244,6 +244,28 @@ def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
     return value
 
 
+def checked_output(
+    ctx: click.Context, param: click.Parameter, value: str | Path | None
+) -> str | Path | None:
+    """Return the value of an option that names the output; see `check_path`.
+
+    Raises:
+        UsageProblem: It has the name of a manifest, a lease or another file that ckptmgr keeps.
+    """
+    from ckptmgr.store.reserved_names import is_reserved_name
+
+    if value is None:
+        return None
+    check_path(value)
+    if is_reserved_name(Path(value).name):
+        raise UsageProblem(
+            f"{param.opts[0]}: {Path(value).name!r} is the name of a manifest, a lease or another "
+            "file of ckptmgr",
+            hint="choose another name",
+        )
+    return value
+
+
 def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
     """Return the value of an option that may be given once; click keeps the last of several."""
     if len(values) > 1:

@@ -22,14 +22,13 @@ from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import newest_first
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.store.real_files import real_file
+from ckptmgr.store.reserved_names import is_bookkeeping_name
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash_folder import TRASH_NAME
 
 OpenStore = Callable[[Path], Store]
 
 _STEP = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
-_NOTE_SUFFIXES = (".lease", ".starts")
 _FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000"
 
 
@@ -54,7 +53,7 @@ def select(
     """
     chosen: dict[Path, Selected] = {}
     for text in texts or [str(directory)]:
-        if len(texts) > 1 and _is_bookkeeping(Path(text).name):
+        if len(texts) > 1 and is_bookkeeping_name(Path(text).name):
             continue  # Python's glob("*") gives hidden files, too
         for selected in _select_one(text, directory, open_store, series):
             chosen.setdefault(selected.checkpoint.path, selected)
@@ -133,11 +132,6 @@ def _where_to_look(store: Store, place: Path) -> str:
         return f"ckptmgr ls {all_too}{place} lists what is there"
     endings = ", ".join(DATA_SUFFIXES)
     return f"files that end in {endings} are looked for, not in the folders of a directory"
-
-
-def _is_bookkeeping(name: str) -> bool:
-    """Return whether a name in a directory of checkpoints is that of a run's own small files."""
-    return name == TRASH_NAME or (name.startswith(".") and name.endswith(_NOTE_SUFFIXES))
 
 
 Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
@@ -222,7 +216,7 @@ def _file(store: Store, path: Path) -> Checkpoint:
     known = next((c for c in found if c.path == real), None)
     if known is not None:
         return known
-    if _is_bookkeeping(real.name):
+    if is_bookkeeping_name(real.name):
         raise CheckpointNotFound(
             "this is no checkpoint, but what a run notes beside them", path=path
         )

@@ -31,8 +31,9 @@ from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.io.leases import lease_path
 from ckptmgr.store.change_leases import lease_of_name
-from ckptmgr.store.manifest.codec import SUFFIX, FileEntry, Manifest, manifest_name
+from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.numbering import LARGEST_FOLLOWED
+from ckptmgr.store.reserved_names import is_reserved_name
 from ckptmgr.store.store import Store
 
 _PRIVATE = 0o600
@@ -53,14 +54,18 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     Raises:
         CheckpointNotFound: There is no such input, or no directory for the output.
         UnsafeWrite: The target is the input (by any name), exists, is no file, or has the name of a
-            manifest.
+            manifest, a lease or another file that ckptmgr keeps.
     """
     if not source.is_file():
         raise CheckpointFileNotFound("no such file", path=source)
     if not target.parent.is_dir():
         raise CheckpointNotFound("no such directory", path=target.parent)
-    if target.name.endswith(SUFFIX):
-        raise UnsafeWrite("is the name of a manifest", path=target, hint="choose another name")
+    if is_reserved_name(target.name):
+        raise UnsafeWrite(
+            "is the name of a manifest, a lease or another file of ckptmgr",
+            path=target,
+            hint="choose another name",
+        )
     if not os.path.lexists(target):
         return
     if target.exists() and target.samefile(source):

@@ -18,6 +18,10 @@ _NOTE_SUFFIXES = (LEASE_SUFFIX, ".starts")
 
 def is_reserved_name(name: str) -> bool:
     """Return whether a file of this name would replace one that belongs to other checkpoints."""
+    return name.endswith(SUFFIX) or is_set_name(name) or is_bookkeeping_name(name)
+
+
+def is_bookkeeping_name(name: str) -> bool:
+    """Return whether a name in a directory of checkpoints is that of a run's own small files."""
     is_note = name.startswith(".") and name.endswith(_NOTE_SUFFIXES)
-    is_temp = parse_temp(name) is not None
-    return name.endswith(SUFFIX) or is_set_name(name) or is_note or is_temp or name == TRASH_NAME
+    return is_note or parse_temp(name) is not None or name == TRASH_NAME

@@ -45,7 +45,7 @@ _KINDS = ("secret", *_USES)
     "--out",
     "target",
     metavar="FILE",
-    callback=options.checked_path,
+    callback=options.checked_output,
     default="run.key",
     show_default=True,
     help="Where the key goes; - for stdout.",

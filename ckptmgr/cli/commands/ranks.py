@@ -22,7 +22,14 @@ _PATH = options.PATH
 
 def _source_and_target(function: Command) -> Command:
     function = click.option(
-        "-o", "--output", "target", metavar="OUT", type=_PATH, required=True, help="Where to."
+        "-o",
+        "--output",
+        "target",
+        metavar="OUT",
+        type=_PATH,
+        callback=options.checked_output,
+        required=True,
+        help="Where to.",
     )(function)
     return click.argument("source", metavar="DIR", type=_PATH)(function)
 

@@ -78,6 +78,7 @@ _SETTLE_S = 10.0
     "--state",
     "state_file",
     type=options.PATH,
+    callback=options.checked_output,
     metavar="FILE",
     help="Remember what was verified: a restart verifies only the rest.",
 )
