@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write and read `.safetensors` files that the stock library and MindSpore both accept.
 
-* Written data starts at a multiple of 64 and every tensor at a multiple of its item size; header
-  order is data order.
+* Header order is data order in written files; `safetensors_layout` says which, and how the data is
+  aligned.
 * Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock
   library, and unlike in MindSpore, the header may list tensors in another order than the data, and
   white space may come before it.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, SAFETENSORS_ORDER, DType, packed_dtype
+from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, DType, packed_dtype
 from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
 from .index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
@@ -32,13 +32,13 @@ from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
 from .safetensors_header import (
     CRC_KEY,
-    DATA_ALIGNMENT,
     LENGTH_BYTES,
     MAX_HEADER_BYTES,
     METADATA,
     HeaderText,
     spelling_of,
 )
+from .safetensors_layout import LIBRARY_ALIGNMENT, in_library_order, in_own_order
 from .source import Source, read_bytes
 from .strict_json import is_encodable, parse_object, parse_strings
 from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, content_of
@@ -50,7 +50,6 @@ DEFAULT_FORMAT = "pt"
 MINDSPORE_METADATA = {FORMAT_KEY: "ms"}
 """The metadata that MindSpore itself writes."""
 
-_LIBRARY_ALIGNMENT = 8
 _MAX_RANK = 64
 _INT4_MARK = "Int4"
 _TENSOR_KEYS = frozenset(("dtype", "shape", "data_offsets"))
@@ -64,12 +63,12 @@ def build_safetensors_image(
     is_crc_for_mindspore: bool = True,
     is_as_library: bool = False,
 ) -> Image:
-    """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
+    """Return the bytes of a `.safetensors` file; see `safetensors_layout`.
 
-    Without a `format` in the metadata it is `DEFAULT_FORMAT`. With MindSpore's, order and padding
-    are those of the library, which MindSpore writes with; so are they with `is_as_library`, and
-    then there is no metadata but the given. With `is_crc_for_mindspore`, a scalar is refused for
-    which MindSpore has no CRC.
+    Without a `format` in the metadata it is `DEFAULT_FORMAT`. With MindSpore's, the layout is that
+    of the library, which MindSpore writes with; so is it with `is_as_library`, and then there is no
+    metadata but the given. With `is_crc_for_mindspore`, a scalar is refused for which MindSpore has
+    no CRC.
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
@@ -78,11 +77,11 @@ def build_safetensors_image(
     """
     check_count(len(items))
     stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
-    is_library_layout = is_as_library or MINDSPORE_METADATA.items() <= stored.items()
-    tensors = sorted(
-        map(_as_tensor, items), key=_library_placing if is_library_layout else _placing
-    )
-    alignment = _LIBRARY_ALIGNMENT if is_library_layout else DATA_ALIGNMENT
+    found = map(_as_tensor, items)
+    if is_as_library or MINDSPORE_METADATA.items() <= stored.items():
+        tensors, alignment = in_library_order(found), LIBRARY_ALIGNMENT
+    else:
+        tensors, alignment = in_own_order(found)
     specs = [tensor.spec for tensor in tensors]
     if is_as_library:
         _check_names(tensors, {}, crc=crc)
@@ -129,14 +128,6 @@ def _as_tensor(item: Item) -> Tensor:
     if len(item.spec.stated_shape) > _MAX_RANK:
         raise FormatError(f"more than {_MAX_RANK} dimensions", tensor=item.spec.name)
     return item
-
-
-def _placing(tensor: Tensor) -> tuple[int, str]:
-    return -tensor.spec.dtype.item_bytes, tensor.spec.name
-
-
-def _library_placing(tensor: Tensor) -> tuple[int, str]:
-    return SAFETENSORS_ORDER.index(spelling_of(tensor.spec.dtype) or ""), tensor.spec.name
 
 
 def _late_head(header: HeaderText, *, is_for_mindspore: bool) -> LateHead | None:

@@ -16,7 +16,6 @@ LENGTH_BYTES = 8
 METADATA = "__metadata__"
 CRC_KEY = "crc_num"
 
-DATA_ALIGNMENT = 64
 _CRC_DIGITS = len(str(2**32 - 1))
 
 
@@ -37,7 +36,7 @@ class HeaderText:
         specs: Sequence[TensorSpec],
         metadata: Mapping[str, str] | None,
         *,
-        alignment: int = DATA_ALIGNMENT,
+        alignment: int,
     ) -> None:
         self.specs = specs
         self._metadata = metadata

@@ -23,6 +23,7 @@ import numpy as np
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.arenas import Arena
 from ckptmgr.io.buffers import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.io.digest import VerifyingSource
 from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES, for_each_unit
@@ -63,18 +64,20 @@ def read_scattered(
     placements: Sequence[Placement | SmallTensorBatch],
     *,
     unit_bytes: int,
+    arenas: Sequence[Arena] = (),
     crc: FileCrc | None = None,
     unverified: UnverifiedReads | None = None,
     also_units: Iterable[int] = (),
     units_at_once: int = 1,
 ) -> None:
-    """Fill the targets of all placements.
+    """Fill the targets of all placements, and all arenas.
 
     Args:
         source: The file.
         placements: In ascending order, not overlapping.
         unit_bytes: Length of the digest ranges of the source; of other sources at most 4 MiB. A
             unit is read whole only if the source has digests or the CRC covers it.
+        arenas: In ascending order, not overlapping; nothing in them needs a placement.
         crc: Also read everything that it covers, and pass it every byte.
         unverified: Earlier reads of the file; compared with the bytes that are read now.
         also_units: Units to read as a whole in any case, to have them checked.
@@ -86,7 +89,8 @@ def read_scattered(
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    _Reader(source, placements, unit_bytes, crc, unverified).run(also_units, units_at_once)
+    reader = _Reader(source, placements, arenas, unit_bytes, crc, unverified)
+    reader.run(also_units, units_at_once)
 
 
 def read_checked(source: Source, offset: int, length: int) -> bytes:
@@ -104,6 +108,7 @@ class _Reader:
         self,
         source: Source,
         placements: Sequence[Placement | SmallTensorBatch],
+        arenas: Sequence[Arena],
         unit_bytes: int,
         crc: FileCrc | None,
         unverified: UnverifiedReads | None,
@@ -117,6 +122,9 @@ class _Reader:
                 self._targets.append(one.target if isinstance(one, Placement) else one.take)
                 self._starts.append(one.offset)
                 self._stops.append(one.stop)
+        self._arenas = arenas
+        self._arena_starts = [one.start for one in arenas]
+        self._arena_stops = [one.stop for one in arenas]
         self._unit_bytes = unit_bytes
         self._crc = crc
         self._unverified = unverified
@@ -130,6 +138,8 @@ class _Reader:
             if stop > after:
                 units.update(range(start // size, (stop - 1) // size + 1))
                 after = -(-stop // size) * size
+        for one in self._arenas:
+            units.update(range(one.wanted.start // size, (one.wanted.stop - 1) // size + 1))
         return sorted(units)
 
     def run(self, also_units: Iterable[int], units_at_once: int) -> None:
@@ -156,14 +166,23 @@ class _Reader:
             return
         parts = self._parts(start, stop)
         if unit not in self._whole_units:
-            start = max(start, self._starts[parts[0]])
-            stop = min(stop, self._stops[parts[-1]])
+            start, stop = self._wanted(start, stop, parts)
         self._scatter(start, stop, parts, buffer, partial(self._source.read_into, start))
 
     def _parts(self, start: int, stop: int) -> range:
         """Return the indices of the placements with bytes of `[start, stop)`."""
         first = bisect_right(self._stops, start)
         return range(first, bisect_left(self._starts, stop, lo=first))
+
+    def _arenas_at(self, start: int, stop: int) -> Sequence[Arena]:
+        first = bisect_right(self._arena_stops, start)
+        return self._arenas[first : bisect_left(self._arena_starts, stop, lo=first)]
+
+    def _wanted(self, start: int, stop: int, parts: range) -> tuple[int, int]:
+        """Return the range of the bytes in `[start, stop)` that anything is to be filled with."""
+        wanted = [(self._starts[index], self._stops[index]) for index in (*parts[:1], *parts[-1:])]
+        wanted += [(one.wanted.start, one.wanted.stop) for one in self._arenas_at(start, stop)]
+        return max(start, min(wanted)[0]), min(stop, max(last for _, last in wanted))
 
     def _scatter(
         self,
@@ -174,21 +193,20 @@ class _Reader:
         read_into: Callable[[memoryview], None],
     ) -> None:
         """Read `[start, stop)` and copy it to its targets."""
-        only = self._targets[parts[0]] if len(parts) == 1 else None
-        if (
-            isinstance(only, memoryview)
-            and self._starts[parts[0]] <= start
-            and stop <= self._stops[parts[0]]
-        ):
-            # All of it is part of one array: no copy.
-            at = start - self._starts[parts[0]]
-            view = only[at : at + stop - start]
+        arenas = self._arenas_at(start, stop)
+        view = self._memory_for(start, stop, parts, arenas)
+        if view is None:
+            view = buffer[: stop - start]
             read_into(view)
             self._check(start, view)
-            return
-        view = buffer[: stop - start]
-        read_into(view)
-        self._check(start, view)
+            for arena in arenas:
+                low, high = max(start, arena.start), min(stop, arena.stop)
+                copy_into(arena.view(low, high), view[low - start : high - start])
+        else:
+            read_into(view)
+            self._check(start, view)
+            if not arenas:
+                return
         for index in parts:
             first, last = self._starts[index], self._stops[index]
             target = self._targets[index]
@@ -202,6 +220,19 @@ class _Reader:
                 target[:] = view[first - start : last - start]
             else:
                 copy_into(target, view[first - start : last - start])
+
+    def _memory_for(
+        self, start: int, stop: int, parts: range, arenas: Sequence[Arena]
+    ) -> memoryview | None:
+        """Return the final memory of all of `[start, stop)`, or None if there is none."""
+        if len(arenas) == 1:
+            is_within = arenas[0].start <= start and stop <= arenas[0].stop
+            return arenas[0].view(start, stop) if is_within else None
+        only = self._targets[parts[0]] if len(parts) == 1 and not arenas else None
+        if not isinstance(only, memoryview):
+            return None
+        first, last = self._starts[parts[0]], self._stops[parts[0]]
+        return only[start - first : stop - first] if first <= start and stop <= last else None
 
     def _check(self, start: int, view: memoryview) -> None:
         if self._unverified is not None:

@@ -18,6 +18,7 @@ import numpy as np
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
+from ckptmgr.io.arenas import owns_memory
 from ckptmgr.state.paths import Node, Path
 
 _ALIGNMENT = 16
@@ -148,10 +149,10 @@ def array_span(array: np.ndarray) -> Span | None:
 
 
 def owner_of(array: np.ndarray) -> np.ndarray | None:
-    """Return the array that owns the memory; None if another object does, or elements overlap."""
+    """Return the array that alone owns the memory; None without one, or if elements overlap."""
     base: object = array.base
     owner = array if base is None else base
-    if isinstance(owner, np.ndarray) and owner.flags.owndata and array.flags.forc:
+    if isinstance(owner, np.ndarray) and owns_memory(owner) and array.flags.forc:
         return owner
     return None
 

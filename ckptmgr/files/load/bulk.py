@@ -13,6 +13,7 @@ import numpy as np
 
 from ckptmgr.core.errors import ChecksumMismatch
 from ckptmgr.files.load.compressed import check_frames, read_frames
+from ckptmgr.files.load.new_arrays import NewArrays
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.statistics import chunks_of
 from ckptmgr.formats import safetensors_file
@@ -26,7 +27,7 @@ from ckptmgr.formats.safetensors_crc import ContentsCrc
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.gc_pause import gc_paused
-from ckptmgr.io.scatter import Placement, SmallTensorBatches, read_scattered
+from ckptmgr.io.scatter import Placement, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
 
@@ -128,9 +129,11 @@ def fill_arrays(
     arrays: Mapping[int, np.ndarray],
     *,
     check_crc: bool = False,
-    batches: SmallTensorBatches | None = None,
+    made: NewArrays | None = None,
 ) -> None:
-    """Read tensors, in file order, into the arrays for the `id` of their entries, and `batches`.
+    """Read tensors, in file order, into the arrays for the `id` of their entries.
+
+    `made` has those that need no placement each.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
@@ -139,7 +142,7 @@ def fill_arrays(
         _refuse_missing_crc(opened)
     crc = _stated_crc(opened) if check_crc else None
     if opened.unit_bytes or isinstance(opened.source, FramesSource):
-        _read(opened, entries, arrays, crc=crc, batches=batches)
+        _read(opened, entries, arrays, crc=crc, made=made)
         if crc is not None:
             check_stored_crc(opened.index.crc, crc.value())
     elif crc is not None:
@@ -180,18 +183,20 @@ def _read(
     arrays: Mapping[int, np.ndarray],
     *,
     crc: FileCrc | None,
-    batches: SmallTensorBatches | None,
+    made: NewArrays | None,
 ) -> None:
     """Fill the arrays from a file that is read in pieces."""
     with gc_paused():
-        placements = sorted(_placements(entries, arrays), key=_offset_of)
+        others = entries if made is None else made.outside_arenas(entries)
+        placements = sorted(_placements(others, arrays), key=_offset_of)
     if isinstance(opened.source, FramesSource):
         read_frames(opened.source, placements, crc=crc)
     else:
-        made = [] if batches is None else batches.found
+        batches = () if made is None else made.batches
         read_scattered(
             opened.source,
-            sorted([*placements, *made], key=_offset_of) if made else placements,
+            sorted([*placements, *batches], key=_offset_of) if batches else placements,
+            arenas=() if made is None else made.arenas,
             unit_bytes=opened.unit_bytes,
             crc=crc,
             unverified=opened.unverified,

@@ -8,7 +8,7 @@ needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -23,8 +23,10 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.mindspore import reader as mindspore_reader
+from ckptmgr.formats.mindspore.entries import CkptEntry
 from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
+from ckptmgr.formats.safetensors_layout import in_listed_order
 from ckptmgr.formats.source import Source
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
@@ -67,6 +69,13 @@ class OpenCheckpoint:
     def format(self) -> str:
         """`ckpt` or `safetensors`."""
         return "ckpt" if isinstance(self.index, CkptIndex) else "safetensors"
+
+    @property
+    def entries(self) -> Sequence[CkptEntry]:
+        """What is in it, in the order that users see; `index.entries` are in file order."""
+        if isinstance(self.index, CkptIndex):
+            return self.index.entries
+        return in_listed_order(self.index.entries)
 
     @property
     def compressed_bytes(self) -> int | None:

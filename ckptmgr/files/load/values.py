@@ -10,13 +10,12 @@ import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.files.load.bulk import confirm_names, fill_arrays
+from ckptmgr.files.load.new_arrays import NewArrays
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.options import everything
-from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import PackedArray, TensorSpec
-from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
 from ckptmgr.state.destinations import check_overlaps, match_arrays
 from ckptmgr.state.paths import StateMismatch
 
@@ -38,7 +37,7 @@ def read_values(
     choose: Callable[[str], bool] = everything,
     check_crc: bool = False,
 ) -> dict[str, Value]:
-    """Read tensors straight into new arrays, in file order.
+    """Read tensors straight into new arrays, in the order in which they are listed.
 
     Raises:
         CorruptCheckpoint: Damage was found; nothing is returned.
@@ -46,27 +45,21 @@ def read_values(
             whose end may be cut off.
     """
     with translated_errors(opened.path):
-        arrays: dict[int, np.ndarray] = {}
         chosen: Sequence[CkptEntry] = opened.index.entries
         if choose is not everything:
             chosen = [entry for entry in chosen if choose(entry.name)]
-        entries = list(_tensors_in(chosen))
-        batches = _small_tensor_batches(opened, arrays)
-        if batches is not None:
-            entries = batches.take(entries)
-        for one in entries:
-            arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
-        fill_arrays(opened, entries, arrays, check_crc=check_crc, batches=batches)
-        return {entry.name: _value(entry, arrays) for entry in chosen}
+        made = NewArrays(opened, _tensors_in(chosen))
+        fill_arrays(opened, made.large, made.arrays, check_crc=check_crc, made=made)
+        return {entry.name: _value(entry, made.arrays) for entry in _listed(opened, chosen)}
 
 
-def _small_tensor_batches(
-    opened: OpenCheckpoint, arrays: dict[int, np.ndarray]
-) -> SmallTensorBatches | None:
-    """Return batches for small tensors, if the file is read in pieces."""
-    if not opened.unit_bytes or isinstance(opened.source, FramesSource):
-        return None
-    return SmallTensorBatches(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
+def _listed(opened: OpenCheckpoint, chosen: Sequence[CkptEntry]) -> Iterable[CkptEntry]:
+    """Return entries in the order that users see."""
+    in_order = opened.entries
+    if in_order is opened.index.entries:
+        return chosen
+    names = {entry.name for entry in chosen}
+    return (entry for entry in in_order if entry.name in names)
 
 
 def read_into(
