@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -32,7 +32,7 @@ def unproven_error(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckp
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def translated_errors(path: str) -> Iterator[None]:
     """Translate errors that leave the block; used once, where a file is opened."""
     try:

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import threading
 import time
@@ -27,10 +26,12 @@ from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats, wait_in_on_error
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.notes import add_note
 from ckptmgr.io.threads import work_beside_training
 
 _LOG = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class BackgroundSaver:
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
-    @contextlib.contextmanager
+    @contextmanager
     def _one_submitter(self) -> Iterator[None]:
         # In `on_error` the thread that holds the lock may wait for this very thread.
         if self._is_own_thread():
@@ -317,7 +318,7 @@ class BackgroundSaver:
             if self._failure is None:
                 self._failure = failure
             else:
-                self._failure.add_note(f"ckptmgr: a later save failed, too: {failure}")
+                add_note(self._failure, f"ckptmgr: a later save failed, too: {failure}")
             _unfetched.add(self)
 
     def _take_failure(self) -> Exception | None:

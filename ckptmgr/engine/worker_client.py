@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.trust import Trust
@@ -214,7 +215,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> str:
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
-@contextlib.contextmanager
+@contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
     """Block signals in this thread; a new process keeps them blocked until it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)

@@ -18,6 +18,7 @@ from ckptmgr.core.names import (
     extension_of,
     without_envelope,
 )
+from ckptmgr.core.notes import add_note
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.state.arrays import is_mindspore
@@ -87,7 +88,7 @@ def load_path(name: object, format: str | None) -> Path:
             f"file_name:'{text}', format:'{format or 'ckpt'}'"
         )
         for sentence in _what_it_is(Path(text)):
-            wrong.add_note(sentence)
+            add_note(wrong, sentence)
         raise wrong
     path = real_file(text)
     if not path.exists():

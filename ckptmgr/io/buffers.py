@@ -11,8 +11,8 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.crypto.buffers import new_pages
 

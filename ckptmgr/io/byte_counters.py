@@ -15,8 +15,9 @@ transfer costs one comparison.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Literal
+
+from ckptmgr.core.contexts import contextmanager
 
 Direction = Literal["read", "write"]
 Counter = Callable[[Direction, int], object]

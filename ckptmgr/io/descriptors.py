@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.contexts import contextmanager
+
 _LAST_STANDARD_DESCRIPTOR = 2
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -48,7 +50,7 @@ def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None 
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
     """Add the path of a file to errors of calls on its descriptor."""
     try:
@@ -59,7 +61,7 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
+@contextmanager
 def reserve_standard_descriptors() -> Iterator[None]:
     """Occupy the free descriptors up to 2, so that no file opened within the block gets one."""
     with contextlib.ExitStack() as reserved:
@@ -91,7 +93,7 @@ class HeldDirectories:
         self._held: dict[Path, _Held] = {}
         self._mutex = threading.Lock()
 
-    @contextlib.contextmanager
+    @contextmanager
     def hold(self, path: Path) -> Iterator[None]:
         """Hold a directory; inside a held one it must be no link, and belong to a trusted user.
 
@@ -128,7 +130,7 @@ class HeldDirectories:
         finally:
             self._leave(path, held)
 
-    @contextlib.contextmanager
+    @contextmanager
     def entry(self, path: Path) -> Iterator[DirectoryEntry]:
         """Yield the entry for a path; errors within the block name the whole path."""
         directory = path.parent
@@ -146,7 +148,7 @@ class HeldDirectories:
         finally:
             self._leave(directory, held)
 
-    @contextlib.contextmanager
+    @contextmanager
     def descriptor(self, path: Path) -> Iterator[int]:
         """Yield a descriptor of a directory, for calls that read no entries."""
         with self._mutex:
@@ -160,7 +162,7 @@ class HeldDirectories:
         finally:
             self._leave(path, held)
 
-    @contextlib.contextmanager
+    @contextmanager
     def opened(self, path: Path) -> Iterator[int]:
         """Yield a new descriptor of a directory."""
         with self._mutex:

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.descriptors import HeldDirectories, errors_naming
 from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
 from ckptmgr.io.locks import locked
@@ -364,7 +365,7 @@ class OsFileSystem:
         """Hold an advisory lock (flock) on a file, or yield the owner text of its holder."""
         return self._locked(path, owner)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _locked(self, path: Path, owner: str) -> Iterator[str | None]:
         with (
             self._directories.entry(path) as at,

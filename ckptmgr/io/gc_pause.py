@@ -17,7 +17,8 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+
+from ckptmgr.core.contexts import contextmanager
 
 _is_paused = False
 

@@ -32,6 +32,7 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileSystem, discard
@@ -231,7 +232,7 @@ class Leases:
         self._directory = directory
         self._held: dict[str, Lease] = {}
 
-    @contextlib.contextmanager
+    @contextmanager
     def hold(self, name: str) -> Iterator[None]:
         """Hold the lease on a series, or on a file, and its directory; see `hold_lease`."""
         with (
@@ -270,7 +271,7 @@ class Leases:
         self.check(*self._held)
 
 
-@contextlib.contextmanager
+@contextmanager
 def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
     """Be the only writer of a series or file; remove the lease file at the end of the block.
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.io.descriptors import above_standard_streams, open_entry
 from ckptmgr.io.files import adopt_owner
@@ -35,7 +36,7 @@ _KINDS = {
 }
 
 
-@contextlib.contextmanager
+@contextmanager
 def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str | None]:
     """Hold an advisory lock (flock) on a file, without waiting, or yield the text of its holder.
 

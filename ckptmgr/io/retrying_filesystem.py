@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
 from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 
@@ -32,7 +33,7 @@ class RetryingFileSystem:
         """Return a retrying file system around a disk, or the disk if it is one."""
         return disk if isinstance(disk, cls) else cls(disk)
 
-    @contextlib.contextmanager
+    @contextmanager
     def hold_directory(self, path: Path) -> Iterator[None]:
         """Reach the entries of a directory through one descriptor of it."""
         with contextlib.ExitStack() as held:
@@ -59,7 +60,7 @@ class RetryingFileSystem:
         """Return the status of a name, or None when it is absent."""
         return self.retry(self.disk.status, path)
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock on a file, or yield the text of its holder."""
         with contextlib.ExitStack() as held:

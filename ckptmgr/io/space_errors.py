@@ -8,6 +8,7 @@ import errno
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, StoreFull
 from ckptmgr.io.filesystem import FileSystem
 
@@ -62,7 +63,7 @@ def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
     return full
 
 
-@contextlib.contextmanager
+@contextmanager
 def explain_errors(path: Path, fs: FileSystem) -> Iterator[None]:
     """Apply `explain_error` to errors of the disk while a small file of a checkpoint is written."""
     try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.names import OPAQUE
@@ -48,7 +49,7 @@ class DecryptionInput:
             yield view
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_plaintext(
     path: Path, options: ReadOptions, *, is_for_image: bool = False
 ) -> Iterator[DecryptionInput]:
@@ -87,7 +88,7 @@ def open_plaintext(
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_plain(
     path: Path, *, is_for_image: bool = False
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
@@ -110,7 +111,7 @@ def open_plain(
         yield opened, manifest
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_bytes(path: Path) -> Iterator[InputFile]:
     """Open any plain file for encrypting it.
 
@@ -122,7 +123,7 @@ def open_bytes(path: Path) -> Iterator[InputFile]:
         yield raw
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_raw(path: Path) -> Iterator[InputFile]:
     """Open a file, through links."""
     real = real_file(path)

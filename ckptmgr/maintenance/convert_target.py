@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import (
     CheckpointFileNotFound,
     CheckpointNotFound,
@@ -233,7 +234,7 @@ def unproven_step(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
     )
 
 
-@contextlib.contextmanager
+@contextmanager
 def exclusive_writer(store: Store, name: str, series: str) -> Iterator[None]:
     """Hold the leases for writing a file, in a directory where a run may be writing its series.
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import (
     CheckpointNotFound,
@@ -141,7 +142,7 @@ class _Found:
     header: HeaderCopy | None
 
 
-@contextlib.contextmanager
+@contextmanager
 def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
     path = store.directory / name
     with translated_errors(str(path)), contextlib.closing(store.fs.open(path)) as raw:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, UnsafeWrite, UnsealedCheckpoint
 from ckptmgr.core.model import Checkpoint
@@ -340,7 +341,7 @@ class CheckpointKeys:
                 hint="add another key as well",
             ) from error
 
-    @contextlib.contextmanager
+    @contextmanager
     def _opened(self, path: Path) -> Iterator[InputFile]:
         with (
             translated_errors(str(path)),

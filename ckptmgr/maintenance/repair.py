@@ -19,6 +19,7 @@ from math import prod
 
 from blake3 import blake3
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import (
     CheckpointNotFound,
     CkptmgrError,
@@ -180,7 +181,7 @@ class _DamagedFile:
                     content = self._repaired_range(source, start, start + len(content))
                 yield start, memoryview(content)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _opened(self) -> Iterator[PaddedSource]:
         with contextlib.closing(self._store.fs.open(self._path)) as raw:
             yield PaddedSource(raw, self.digest.size_bytes)

@@ -14,11 +14,11 @@ parallel; no array is kept.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import (
     CkptmgrError,
@@ -207,7 +207,7 @@ class _Check:
         except (CkptmgrError, OSError):
             return False
 
-    @contextlib.contextmanager
+    @contextmanager
     def _noting_failure(self, prefix: str = "") -> Iterator[None]:
         try:
             with translated_errors(self._path):

@@ -21,11 +21,11 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, SaveSuperseded
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint

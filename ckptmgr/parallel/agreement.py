@@ -7,10 +7,10 @@ so they never resume from different steps.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
@@ -114,7 +114,7 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
             raise error
 
 
-@contextlib.contextmanager
+@contextmanager
 def all_prepared(rounds: CollectiveRounds, *, stop: float) -> Iterator[None]:
     """Leave the `with` block, which changes nothing yet, once it has ended on all ranks.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
+from ckptmgr.core.notes import add_note
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import (
@@ -179,9 +180,10 @@ def first_that_loads(
 def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
     """Raise `error` if the checkpoint may be intact: then an older one must not replace it."""
     if may_be_whole(error):
-        error.add_note(
+        add_note(
+            error,
             f"ckptmgr: {checkpoint.path} may be whole, so nothing older is used in its place; mend what keeps it from "
-            "being read, or move it away with its manifest to go on without it"
+            "being read, or move it away with its manifest to go on without it",
         )
         raise error
 

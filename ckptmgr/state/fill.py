@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckptmgr.core.notes import add_note
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.overlaps import bytes_for, conflicts
 from ckptmgr.state.paths import Path
@@ -116,7 +117,7 @@ def load_object(target: Any, stored: object, path: Path) -> object:
     try:
         target.load_state_dict(stored)
     except Exception as error:
-        error.add_note(f"while restoring {path}; objects before it are already restored")
+        add_note(error, f"while restoring {path}; objects before it are already restored")
         raise
     return target
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
+from ckptmgr.core.notes import add_note
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.array_leaves import array_leaf, foreign_leaf
 from ckptmgr.state.arrays import framework_of
@@ -217,7 +218,7 @@ class Flattener:
             try:
                 inner = unknown.state_dict()
             except Exception as error:
-                error.add_note(f"while saving {path}")
+                add_note(error, f"while saving {path}")
                 raise
             parts = iter([((), inner, None)])
             return _Frame(parts, path, "object", depth, (), id(value), id(value))

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.store.name_leases import leased_name
 from ckptmgr.store.store import Store

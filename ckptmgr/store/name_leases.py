@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem
@@ -25,7 +26,7 @@ class HeldNames(NamedTuple):
     failures: list[Exception]
 
 
-@contextlib.contextmanager
+@contextmanager
 def hold_name(fs: FileSystem, directory: Path, name: str) -> Iterator[None]:
     """Be the only writer of one file; no lease file remains.
 
@@ -42,7 +43,7 @@ def leased_name(name: str) -> str | None:
     return leased if name == f".{leased}{LEASE_SUFFIX}" and leased else None
 
 
-@contextlib.contextmanager
+@contextmanager
 def hold_unchanged(
     fs: FileSystem,
     directory: Path,

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import (
@@ -81,7 +82,7 @@ class NewDataFile:
         self._has_manifest = has_manifest
         self._is_temporary = True
 
-    @contextlib.contextmanager
+    @contextmanager
     def writing(self) -> Iterator[OutputFile]:
         """Open the file for writing; on exit its content is durable. A signal interrupts it."""
         try:
@@ -92,7 +93,7 @@ class NewDataFile:
         finally:
             self._file.close()
 
-    @contextlib.contextmanager
+    @contextmanager
     def reading(self) -> Iterator[InputFile]:
         """Open the content that the disk holds, past the page cache. A signal interrupts it."""
         stored = self._fs.open(self._temp, is_uncached=True)
@@ -213,7 +214,7 @@ class Publisher:
         if free is not None and free < needed:
             raise not_enough_space(self._directory, needed, free)
 
-    @contextlib.contextmanager
+    @contextmanager
     def new_file(
         self,
         name: str,

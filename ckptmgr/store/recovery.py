@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
@@ -209,7 +210,7 @@ class _Recovery:
             is_settled = is_held and self._files.finish_swap(claimed.name, series=claimed.series)
         return f"finished the interrupted overwrite of {claimed.name}" if is_settled else None
 
-    @contextlib.contextmanager
+    @contextmanager
     def _leases_of(self, claimed: Manifest) -> Iterator[bool]:
         """Hold the leases of a checkpoint; yield False if another process writes it.
 
@@ -224,7 +225,7 @@ class _Recovery:
                 is_held = False
             yield is_held
 
-    @contextlib.contextmanager
+    @contextmanager
     def _lease(self, name: str) -> Iterator[None]:
         """Hold a lease that no live process has.
 

@@ -23,6 +23,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
@@ -133,7 +134,7 @@ class RankFiles:
         return f"removed {name}, which was never committed"
 
 
-@contextlib.contextmanager
+@contextmanager
 def withdrawn_on_error(store: Store, set_name: str, names: Sequence[str]) -> Iterator[None]:
     """Write new files of a checkpoint in the `with` block; after an error remove them again.
 

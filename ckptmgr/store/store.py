@@ -30,13 +30,13 @@ The decision *what* to keep is made in `policy.retention`.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
@@ -149,7 +149,7 @@ class Store:
         check_is_file(self.fs, path)
         return self.fs.open(path)
 
-    @contextlib.contextmanager
+    @contextmanager
     def lease(self, series: str) -> Iterator[None]:
         """Be the only writer of a series, or of one file; no lease file remains.
 
@@ -170,7 +170,7 @@ class Store:
         """
         return listed_alone(self.manifests, self.processes, name)
 
-    @contextlib.contextmanager
+    @contextmanager
     def unchanged(
         self, checkpoints: Sequence[Checkpoint], *, needed: Sequence[Checkpoint] = ()
     ) -> Iterator[HeldNames]:

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem, unlink_if_present
@@ -128,7 +129,7 @@ def throw_away(
         return [*held.failures, *failures, *more]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _new_batch(store: Store, into: Path) -> Iterator[None]:
     """Create the folder of a batch if it is missing, and hold it."""
     with store.fs.hold_directory(store.directory):

@@ -8,11 +8,11 @@ that descriptor.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.filesystem import FileSystem
 
 TRASH_NAME = ".ckptmgr-trash"
@@ -20,7 +20,7 @@ DEFAULT_GRACE = timedelta(hours=24)
 STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 
-@contextlib.contextmanager
+@contextmanager
 def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
     """Hold a directory and the trash in it.
 
@@ -32,7 +32,7 @@ def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
+@contextmanager
 def held_batch(fs: FileSystem, path: Path) -> Iterator[None]:
     """Hold the folder of a batch and its parents; errors as of `held_trash`."""
     with held_trash(fs, path.parent.parent), fs.hold_directory(path):

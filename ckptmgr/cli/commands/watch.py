@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -23,6 +23,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.durations import parse_time, seconds_of
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CheckpointNotFound
 
 if TYPE_CHECKING:

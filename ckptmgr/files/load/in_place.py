@@ -15,6 +15,7 @@ import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.notes import add_note
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.load.bulk import fill_arrays, read_through
 from ckptmgr.files.load.open import OpenCheckpoint
@@ -69,7 +70,7 @@ class InPlaceState:
             with self._file, translated_errors(self._opened.path):
                 fill_arrays(self._opened, entries, arrays)
         except BaseException as error:
-            error.add_note("the file was verified before, but the state is partly overwritten now")
+            add_note(error, "the file was verified before, but the state is partly overwritten now")
             raise
         return self._plan.finish()
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors, unproven_error
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
@@ -130,7 +131,7 @@ def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Re
             manifest = latest
 
 
-@contextlib.contextmanager
+@contextmanager
 def open_listed(
     store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.notes import add_note
 from ckptmgr.files.load.bulk import confirm_names, fill_arrays
 from ckptmgr.files.load.new_arrays import NewArrays
 from ckptmgr.files.load.open import OpenCheckpoint
@@ -86,7 +87,7 @@ def read_into(
         with translated_errors(opened.path):
             fill_arrays(opened, found.entries, found.arrays, check_crc=check_crc)
     except BaseException as error:
-        error.add_note("the content of the arrays given as into is undefined now; load them again")
+        add_note(error, "the content of the arrays given as into is undefined now; load them again")
         raise
     found.finish()
 

@@ -7,12 +7,12 @@ process (see `engine`).
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, SaveFailed, UnsupportedCheckpoint
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.save.job import SaveOptions, SaveOrder
@@ -165,7 +165,7 @@ def check_written(file: InputFile, digest: FileDigest, *, path: str) -> None:
         )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _refusals(path: str) -> Iterator[None]:
     """Translate errors of the lower layers into those of a save; no file is damaged then."""
     try:

@@ -11,6 +11,7 @@ from math import prod
 
 import numpy as np
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.regions import Region, byte_runs, region_shape
@@ -136,13 +137,13 @@ class ShardSet:
                 )
             return index
 
-    @contextlib.contextmanager
+    @contextmanager
     def file(self, rank: int) -> Iterator[ShardFile]:
         """Open the file of a rank; raises as `index`."""
         with self._opened(rank) as opened:
             yield ShardFile(opened)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _opened(self, rank: int) -> Iterator[OpenCheckpoint]:
         manifest = self._manifest.of_shard(rank)
         path = self._store.directory / manifest.name

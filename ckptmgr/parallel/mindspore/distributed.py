@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ckptmgr.config.checks import check_trusted_keys
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.files.load.network import load_into

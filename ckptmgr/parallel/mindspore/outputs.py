@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.names import parse_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
