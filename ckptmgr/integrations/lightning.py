@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.config.keys import check_given_key
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.files.save.single_file import remove_single_file
 from ckptmgr.files.state_file import load_state, save_state
@@ -64,6 +65,7 @@ class CkptmgrIO:
         allow_unencrypted: With a key, load plain files, too.
 
     Raises:
+        ValueError: A key is unusable.
         ImportError: Lightning is not installed.
     """
 
@@ -78,6 +80,8 @@ class CkptmgrIO:
         verify_after_write: bool = False,
         allow_unencrypted: bool = False,
     ) -> None:
+        check_given_key("enc_key", enc_key)
+        check_given_key("dec_key", dec_key)
         self._saving: dict[str, Any] = {
             "enc_key": enc_key,
             "enc_mode": enc_mode,

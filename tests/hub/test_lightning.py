@@ -216,6 +216,13 @@ def test_other_key_and_no_key_open_nothing(tmp_path: Path) -> None:
     assert CkptmgrIO(dec_key=KEY).load_checkpoint(tmp_path / "x.ckpt") == {"n": 1}
 
 
+def test_unusable_key_is_refused_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'enc_key'"):
+        CkptmgrIO(enc_key="0123456789abcdef")
+    with pytest.raises(ValueError, match="'dec_key'"):
+        CkptmgrIO(dec_key=b"short")
+
+
 def test_plain_file_is_loaded_beside_a_key_on_request(tmp_path: Path) -> None:
     CkptmgrIO().save_checkpoint({"n": 1}, tmp_path / "x.ckpt")
     with pytest.raises(KeyProblem):
