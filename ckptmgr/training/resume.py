@@ -56,7 +56,7 @@ class Resumption:
         next_step: The step to run next: 0 for a fresh start, else `step + 1`.
         epoch: Epoch of the checkpoint, or None.
         state: The restored state: the object given to `resume`, filled in place if possible.
-        checkpoint: The loaded checkpoint, or None for a fresh start.
+        checkpoint: The loaded checkpoint; None for a fresh start, and for a state in memory.
         metrics: The metrics of the checkpoint.
         skipped: The newer checkpoints that were skipped, with the reasons.
         starts: How often runs have started from this checkpoint without a newer save, this start
@@ -130,8 +130,8 @@ class Resumption:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the run starts without a checkpoint."""
-        return self.checkpoint is None
+        """Whether the run starts without a checkpoint, or a state in memory."""
+        return self.next_step == 0
 
 
 def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:

@@ -234,6 +234,17 @@ def test_resume_from_another_run_forgets_the_snapshots_of_this_one(tmp_path: Pat
             manager.rollback(state, steps_back=6)
 
 
+@pytest.mark.parametrize("step", [0, 2])
+def test_rollback_to_a_state_in_memory_is_no_fresh_start(tmp_path: Path, step: int) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=9) as manager:
+        manager.snapshot(0, state)
+        run(manager, state, range(1, step + 1))
+        found = manager.rollback(state, steps_back=0)
+    assert (found.step, found.next_step, found.checkpoint) == (step, step + 1, None)
+    assert not found.is_fresh
+
+
 def test_fresh_resume_forgets_the_run_before(tmp_path: Path) -> None:
     state = fresh()
     with manager_with(tmp_path, save=4) as manager:
