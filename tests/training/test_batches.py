@@ -182,6 +182,7 @@ def test_resumed_run_sees_what_an_uncut_run_sees(
     kind: str, edge: str, interval: int, tmp_path: Path
 ) -> None:
     make, cut = LOADERS[kind], EDGES[edge]
+    make()  # imports torch, so that it is seeded, too
     seed()
     expected = train(make(), LAST)
     seed()
