@@ -13,6 +13,8 @@ INTEROP_VENV ?= .venv-interop
 BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
 HUB_VENV ?= .venv-hub
+FRAMEWORK ?= torch
+KIT_VENV ?= .venv-kit-$(FRAMEWORK)
 SUPPLY_VENV ?= .venv-supply
 DOCS_VENV ?= .venv-docs
 JOBS ?= 2
@@ -25,6 +27,7 @@ INTEROP_PY := $(INTEROP_VENV)/bin/python
 BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 HUB_PY := $(HUB_VENV)/bin/python
+KIT_PY := $(KIT_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 DOCS_PY := $(DOCS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -80,6 +83,10 @@ $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
 $(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing mkdocs into $(DOCS_VENV)"
 	$(call make_venv,$(DOCS_VENV),constraints.txt,docs)
+
+$(KIT_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing $(FRAMEWORK) into $(KIT_VENV)"
+	$(call make_venv,$(KIT_VENV),constraints.txt,kit-$(FRAMEWORK))
 
 $(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the tools that look after dependencies into $(SUPPLY_VENV)"
@@ -146,6 +153,11 @@ interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers, and train with Lightning
 	@HF_HUB_OFFLINE=1 $(HUB_PY) $(PYTEST) -m hub tests/hub $(PYTEST_ARGS)
 
+# FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml, and its tests in tests/kit/test_FRAMEWORK.py.
+.PHONY: kit
+kit: $(KIT_VENV)/.stamp ## cut real runs of a framework, and compare what they return (FRAMEWORK=torch)
+	@HF_HUB_OFFLINE=1 $(KIT_PY) $(PYTEST) -m kit tests/kit/test_$(FRAMEWORK).py $(PYTEST_ARGS)
+
 # The adapters are judged here, because nothing else runs them; that of tokens only where there is one.
 .PHONY: providers
 providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing through their real libraries
@@ -203,6 +215,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -105,9 +105,16 @@ def _hpke_obstacle(_: pytest.Config) -> str | None:
     return None
 
 
+def _kit_obstacle(config: pytest.Config) -> str | None:
+    if "kit" not in str(config.getoption("markexpr")):
+        return "takes minutes: make kit FRAMEWORK=..."
+    return None
+
+
 _OBSTACLES: dict[str, Callable[[pytest.Config], str | None]] = {
     "hpke": _hpke_obstacle,
     "interop": _interop_obstacle,
+    "kit": _kit_obstacle,
     "root": _root_obstacle,
     "strace": _strace_obstacle,
 }

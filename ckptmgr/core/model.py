@@ -101,7 +101,8 @@ class Checkpoint:
             ...
         sequence: Order of commits in the directory, from 1; 0 for bare files.
         epoch: Epoch number, or None.
-        why: Trigger of the save: `policy`, `end`, `manual`, or `exception:NAME` (perhaps mid-step).
+        why: Trigger of the save: `policy`, `end`, `preempted`, `manual`, or `exception:NAME` (perhaps
+            mid-step).
         saved_at: When the save was acknowledged, UTC.
         size_bytes: Size of the data file or files.
         metrics: Name to value; NaN means "measured, not a number" and never ranks.

@@ -20,7 +20,7 @@ from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
 
 # Terminals and batch systems send these to all processes of a job; the worker ends when its parent
 # does, not before.
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 MAX_MESSAGE_BYTES = 1 << 30
 _HEAD = struct.Struct("<II")
 _DESCRIPTOR = struct.Struct("i")

@@ -191,12 +191,13 @@ def decide_at_end(policy: SavePolicy, step: int, *, last: LastSave) -> SaveDecis
     """Return the decision at the end of training: due unless saved or never saving."""
     if not policy.is_active:
         return SaveDecision(is_due=False, reason="no save policy is set")
-    if _is_saved(step, last):
+    if is_saved(step, last):
         return _same_step(step)
     return SaveDecision(is_due=True, reason="the end of training")
 
 
-def _is_saved(step: int, last: LastSave) -> bool:
+def is_saved(step: int, last: LastSave) -> bool:
+    """Return whether the last save is of a step, and was not given up."""
     return step == last.step and not (last.is_start or last.is_given_up)
 
 

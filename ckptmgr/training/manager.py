@@ -48,7 +48,7 @@ from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
 from ckptmgr.parallel.team import policy_of_all, team_for
-from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
+from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step, is_saved
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
 from ckptmgr.training.catalog import Catalog
@@ -56,6 +56,7 @@ from ckptmgr.training.data_state import Batches, DataState
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
+from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.saving import StateSaver
 
 if TYPE_CHECKING:  # a plain save needs none of these
@@ -103,6 +104,8 @@ class CheckpointManager:
         context: Parallel settings under MindSpore's names (see `docs/mindspore.md`): a rank of
             several without a coordinator saves into `rank_N` of the directory, and strategy files
             give and get the layout. Default: the context that `set_auto_parallel_context` set.
+        grace: Seconds between the signal that announces the end of the process and its end, for
+            `should_stop`; None to stop at once.
         fs: The disk.
         processes: Distinguishes dead writers from live ones.
 
@@ -132,6 +135,7 @@ class CheckpointManager:
         keep_redundancy: int = 1,
         balance: Balance = "bytes",
         context: AutoParallelContext | None = None,
+        grace: float | None = None,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -184,6 +188,9 @@ class CheckpointManager:
         )
         self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
         self._data = DataState()
+        self._preemption = Preemption(
+            grace_s=grace, coordinator=coordinator, timeout_s=rank_timeout_s
+        )
         self._saver = StateSaver(
             parts,
             writer=self._writer,
@@ -277,6 +284,20 @@ class CheckpointManager:
             facts["notes"] = (*notes_of(found.skipped), *doubts)
         return found
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether the run should leave its loop, because SIGTERM or SIGUSR1 asked it to stop.
+
+        `while step < steps and not manager.should_stop:` is enough: leaving the `with` block saves
+        the last step, also where the policy never saves. The first call begins to watch for the
+        signals, which end nothing from then on, until the manager is closed; handlers that were
+        there before are called, too. Only the main thread can watch; Ctrl-C is an exception as ever.
+
+        The answer changes when a step ends, the same on all ranks. With `grace` the run goes on
+        while there is time for a save, as long as the last one took.
+        """
+        return self._preemption.ask()
+
     def batches(
         self,
         loader: Iterable[_Batch],
@@ -342,6 +363,7 @@ class CheckpointManager:
         self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
         self._data.note(step)
+        self._preemption.step_ended(step)
         self._engine.check()
         progress = self._past.progress
         is_due = decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due
@@ -383,7 +405,9 @@ class CheckpointManager:
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         checked = checked_metrics(metrics)
         with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
-            return self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
+            handle = self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
+        self._preemption.saved(handle)
+        return handle
 
     def before_update(self) -> None:
         """Wait until the state of the last save is copied; call it before an in-place change.
@@ -411,6 +435,7 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
+            self._preemption.close()
             self._past.recent.close()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
@@ -583,6 +608,11 @@ class CheckpointManager:
         past = self._past
         unsaved, past.unsaved = past.unsaved, None
         last = past.progress.last
-        if unsaved is not None and decide_at_end(self._policy, past.seen_step, last=last).is_due:
+        if unsaved is None:
+            return
+        is_due = decide_at_end(self._policy, past.seen_step, last=last).is_due
+        is_preempted = self._preemption.is_decided
+        if is_due or (is_preempted and not is_saved(past.seen_step, last)):
             step, state, epoch, metrics = unsaved
-            self.save(step, state, epoch=epoch, metrics=metrics, why="end")
+            why = "preempted" if is_preempted else "end"
+            self.save(step, state, epoch=epoch, metrics=metrics, why=why)

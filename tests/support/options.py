@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -277,6 +278,18 @@ def managed(directory: Path, /, **options: Any) -> object:
         for step in range(1, 5):
             manager.step_end(step, state(step))
     return files(directory), dates(directory), noted(directory)
+
+
+def preempted(directory: Path, /, **options: Any) -> object:
+    """Return the step after which a run stops that Slurm signals in step 3, of at most 6."""
+    step = 0
+    with CheckpointManager(directory, **options) as manager:
+        while step < 6 and not manager.should_stop:
+            step += 1
+            if step == 3:
+                signal.raise_signal(signal.SIGUSR1)
+            manager.step_end(step, {"n": step})
+    return step
 
 
 HIDDEN = np.random.default_rng(0)

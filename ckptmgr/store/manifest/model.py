@@ -58,7 +58,7 @@ class Manifest:
         sequence: Order of commits in the directory, from 1.
         saved_at: UTC.
         epoch: Epoch number, or None.
-        why: `policy`, `end`, `manual`, or `exception:NAME`.
+        why: `policy`, `end`, `preempted`, `manual`, or `exception:NAME`.
         metrics: Name to value.
         pins: Reasons to keep it for ever.
         world_size: Number of ranks that saved together.

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests to stop by signals: SIGTERM, and SIGUSR1 of Slurm, are noted and end nothing.
+
+One handler for the process serves all watches, and only while there are some. It calls the Python
+handler that was there before. In a forked process without a watch, such as a worker of a data
+loader, SIGTERM ends the process as ever, and SIGUSR1, which Slurm sends to all processes of a job,
+does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopWatch:
+    """Notes when the process is asked to stop; `close` ends that. Only the main thread can begin.
+
+    Attributes:
+        requested_at: Seconds of `monotonic` at the first request, or None.
+        number: The signal of the first request, or None.
+    """
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self.requested_at: float | None = None
+        self.number: int | None = None
+        self._monotonic = monotonic
+        _handlers.add(self)
+
+    def note(self, number: int) -> None:
+        """Record a request."""
+        if self.requested_at is None:
+            self.requested_at, self.number = self._monotonic(), number
+
+    def close(self) -> None:
+        """End the watch; the last one puts the earlier handlers back."""
+        _handlers.remove(self)
+
+
+class _Handlers:
+    """The handler of the process, and those that it replaced."""
+
+    def __init__(self) -> None:
+        self._watches: list[StopWatch] = []
+        self._replaced: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def add(self, watch: StopWatch) -> None:
+        if self._pid != os.getpid():
+            self._watches, self._pid = [], os.getpid()
+        self._watches.append(watch)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in NUMBERS:
+            present = signal.getsignal(number)
+            if present is not None and present != self.handle:  # None: that of a C library
+                signal.signal(number, self.handle)
+                self._replaced[number] = present
+
+    def remove(self, watch: StopWatch) -> None:
+        if watch in self._watches:
+            self._watches.remove(watch)
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._watches or not is_main:
+            return
+        for number in NUMBERS:
+            if signal.getsignal(number) == self.handle:
+                signal.signal(number, self._replaced.pop(number))
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it for all watches, and go on with the handler before."""
+        is_own = self._pid == os.getpid()
+        for watch in self._watches if is_own else ():
+            watch.note(number)
+        before = self._replaced.get(number)
+        if callable(before):
+            before(number, frame)
+            return
+        is_noted = is_own and bool(self._watches)
+        is_for_parent = not is_own and number == signal.SIGUSR1
+        if before == signal.SIG_DFL and not (is_noted or is_for_parent):
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+
+_handlers = _Handlers()

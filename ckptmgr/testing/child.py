@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of a program of the kit, in a process of its own, which cuts itself.
+
+The cut comes with the first save of its step, or of a later one, that is durable: `kill` is SIGKILL
+to the own process, `terminate` SIGTERM, `interrupt` SIGINT. `nan` lets the run be, and gives NaN for
+all metrics of that step.
+
+As a server, the process imports the program once, and forks for each run: an import of torch takes
+longer than a run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any, Literal, Protocol, TextIO
+
+How = Literal["kill", "terminate", "interrupt", "nan"]
+_SIGNALS: Mapping[str, signal.Signals] = {
+    "kill": signal.SIGKILL,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+}
+
+
+class Program(Protocol):
+    """A program that the kit can check."""
+
+    def __call__(self, directory: str, steps: int, /) -> object:
+        """Train to step `steps`, with checkpoints below `directory`; return the final state."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One run: where it saves, how far it goes, where its final state goes, and its cut."""
+
+    directory: str
+    steps: int
+    result: str
+    how: How | None = None
+    step: int = 0
+
+    def to_json(self) -> str:
+        """Return it as one line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Run:
+        """Return the run of a line."""
+        return cls(**json.loads(line))
+
+
+def find_program(spelling: str) -> Program:
+    """Return the program `file.py:function` or `module:function`.
+
+    Raises:
+        ValueError: It is spelled otherwise.
+        ImportError, AttributeError: There is no such program.
+    """
+    place, colon, name = spelling.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ValueError(f"a program is file.py:function or module:function, but got {spelling!r}")
+    if not place.endswith(".py"):
+        found: Program = getattr(import_module(place), name)
+        return found
+    spec = spec_from_file_location(Path(place).stem, place)
+    if spec is None or spec.loader is None:  # pragma: no cover - every .py file has a loader
+        raise ImportError(f"{place} cannot be imported")
+    module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # the workers of loaders find its classes there
+    spec.loader.exec_module(module)
+    program: Program = getattr(module, name)
+    return program
+
+
+def carry_out(program: Program, run: Run) -> None:
+    """Run a program, with its cut, and save what it returns."""
+    from ckptmgr.files.state_file import save_state
+    from ckptmgr.observe.observers import register
+
+    if run.how == "nan":
+        _give_nan(run.step)
+    elif run.how is not None:
+        # A run that is asked to stop ends one more step.
+        register(_cut(run.step - (run.how == "terminate"), _SIGNALS[run.how]))
+    save_state({"returned": program(run.directory, run.steps)}, run.result)
+
+
+def _cut(step: int, number: signal.Signals) -> Callable[[Any], None]:
+    waiting = [number]
+
+    def observe(event: Any) -> None:
+        if event.name == "save.durable" and waiting and (event.step or 0) >= step:
+            os.kill(os.getpid(), waiting.pop())
+
+    return observe
+
+
+def _give_nan(step: int) -> None:
+    """Let managers of this process get NaN as the metrics of a step."""
+    from ckptmgr.training.manager import CheckpointManager
+
+    given = CheckpointManager.step_end
+
+    def step_end(self: CheckpointManager, at: int, state: object, **options: Any) -> object:
+        metrics = options.get("metrics")
+        if at == step and metrics:
+            options["metrics"] = dict.fromkeys(metrics, math.nan)
+        return given(self, at, state, **options)
+
+    CheckpointManager.step_end = step_end  # type: ignore[method-assign, assignment]
+
+
+def serve(program: Program, orders: TextIO, answers: TextIO) -> None:
+    """Fork for each run that is ordered, and answer with its exit code."""
+    for line in orders:
+        child = os.fork()
+        if child == 0:
+            carry_out(program, Run.from_json(line))
+            return  # and end as any program does
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answers.write(f"{code}\n")
+        answers.flush()
+
+
+def main(spelling: str, order: str | None = None) -> None:
+    """Carry out one run, or serve the runs on standard input; answers go to standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the program prints
+    program = find_program(spelling)
+    if order is None and "torch" in sys.modules:
+        import_module("torch._dynamo")  # the first step of an optimizer would, in each run
+    if order is not None:
+        carry_out(program, Run.from_json(order))
+    else:
+        serve(program, sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Preemption`: a signal asks the run to stop, and the run decides after which step.
+
+It stops after the step that runs, or, where the user says how long after the signal the process is
+killed (`grace`), as late as a save allows: while there is time for two more saves and two steps, the
+training goes on. The answer changes only when a step ends, so that it is the same in all places of
+the loop, and on all ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ckptmgr.core.handle import SaveHandle
+from ckptmgr.io.stop_signals import StopWatch
+
+if TYPE_CHECKING:  # one process needs none of it
+    from ckptmgr.parallel.coordinator import Coordinator
+    from ckptmgr.parallel.joint_stop import JointStop
+
+_LOG = logging.getLogger(__name__)
+_RECENT_STEPS = 8
+_INTERVAL_S = 1.0  # between two exchanges of ranks
+_GRACE_SHARE = 0.05  # of the grace, where that is less
+
+
+class Preemption:
+    """Whether a run should stop; it watches for signals once it was asked.
+
+    Raises:
+        ValueError: `grace_s` is no positive number of seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        grace_s: float | None,
+        coordinator: Coordinator | None,
+        timeout_s: float,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if grace_s is not None and not (grace_s > 0 and math.isfinite(grace_s)):
+            raise ValueError(f"grace must be a positive number of seconds, but got {grace_s!r}")
+        self._grace_s = grace_s
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s
+        self._monotonic = monotonic
+        self._watch: StopWatch | None = None
+        self._joint: JointStop | None = None
+        self._handle: SaveHandle | None = None
+        self._save_s: float | None = None
+        self._step_ended_at: float | None = None
+        self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self.is_decided = False
+
+    def ask(self) -> bool:
+        """Return whether to stop; the first call begins to watch for signals."""
+        if self._watch is None:
+            self._begin()
+        if self._step_ended_at is None and self._coordinator is None and self._is_wanted():
+            self._decide(None)  # a loop that never calls step_end
+        return self.is_decided
+
+    def _begin(self) -> None:
+        self._watch = StopWatch(self._monotonic)
+        if self._coordinator is not None:
+            from ckptmgr.parallel.joint_stop import JointStop
+
+            self._joint = JointStop(
+                self._coordinator,
+                timeout_s=self._timeout_s,
+                interval_s=self._interval_s,
+                monotonic=self._monotonic,
+            )
+
+    @property
+    def _interval_s(self) -> float:
+        if self._grace_s is None:
+            return _INTERVAL_S
+        return min(_INTERVAL_S, _GRACE_SHARE * self._grace_s)
+
+    def step_ended(self, step: int) -> None:
+        """Decide after a step; with ranks together."""
+        now = self._monotonic()
+        if self._step_ended_at is not None:
+            self._steps_s.append(now - self._step_ended_at)
+        self._step_ended_at = now
+        if self._watch is None or self.is_decided:
+            return
+        is_wanted = self._is_wanted()
+        if self._joint is not None:
+            is_wanted = self._joint.decide(step, is_wanted)
+        if is_wanted:
+            self._decide(step)
+
+    def saved(self, handle: SaveHandle | None) -> None:
+        """Take a save, whose time the next ones will take, too."""
+        self._learn()
+        self._handle = handle
+
+    def close(self) -> None:
+        """Put the earlier handlers of the signals back; asked again, it watches again."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = self._joint = None
+
+    def _learn(self) -> None:
+        handle = self._handle
+        if handle is not None and handle.durable.done() and handle.durable.exception() is None:
+            stats = handle.stats
+            in_background_s = stats.stage_s + stats.write_s + stats.sync_s + stats.commit_s
+            self._save_s = max(stats.blocked_s, in_background_s)
+
+    def _is_wanted(self) -> bool:
+        if self._watch is None or self._watch.requested_at is None:
+            return False
+        if self._grace_s is None:
+            return True
+        self._learn()
+        if self._save_s is None or not self._steps_s:
+            return True
+        left_s = self._watch.requested_at + self._grace_s - self._monotonic()
+        # A save may be in flight, and the next one may be slower.
+        needed_s = 2 * (self._save_s + max(self._steps_s))
+        if self._joint is not None:
+            needed_s += 2 * self._interval_s
+        return left_s <= needed_s
+
+    def _decide(self, step: int | None) -> None:
+        self.is_decided = True
+        number = None if self._watch is None else self._watch.number
+        cause = "another rank" if number is None else signal.Signals(number).name
+        _LOG.warning(
+            "%s asks the run to stop%s", cause, "" if step is None else f" after step {step}"
+        )
+        if self._grace_s is not None and self._save_s is not None and self._save_s > self._grace_s:
+            _LOG.warning(
+                "the last save took %.3g s, and the process is killed after %.3g s",
+                self._save_s,
+                self._grace_s,
+            )

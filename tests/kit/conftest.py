@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`cuts`: one test for each cut of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.testing import Kit
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    """The kit for the program that `every_cut` names."""
+    program, options = request.param
+    with Kit(f"{ROOT}/{program}", **options) as made:
+        yield made
+
+
+@pytest.fixture
+def check(kit: Kit, tmp_path: Path) -> Callable[[str], None]:
+    """Check a cut by its name."""
+
+    def check_cut(name: str) -> None:
+        (cut,) = (one for one in kit.cuts if one.name == name)
+        kit.check(cut, tmp_path)
+
+    return check_cut

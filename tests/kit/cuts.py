@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`every_cut`: a test for every cut of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from ckptmgr.testing import Kit
+
+CUTS = [cut.name for cut in Kit("any.py:main", steps_per_epoch=3).cuts]
+Test = Callable[..., None]
+
+
+def every_cut(programs: Mapping[str, Mapping[str, Any]]) -> Callable[[Test], Test]:
+    """Call a test with `check` and `cut` for every cut of programs.
+
+    `programs` are `file.py:function` from the root of the repository, each to the options of `Kit`.
+    """
+
+    def decorate(test: Test) -> Test:
+        by_cut = pytest.mark.parametrize("cut", CUTS)(test)
+        return pytest.mark.parametrize(
+            "kit", list(programs.items()), ids=list(programs), indirect=True, scope="module"
+        )(by_cut)
+
+    return decorate

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conformance kit: it passes a program that goes on, and finds each way not to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.testing import Cut, Kit, NotConforming
+from ckptmgr.testing.__main__ import main
+from ckptmgr.testing.child import find_program
+from ckptmgr.testing.kit import differences
+
+PROGRAM = """
+import random
+from ckptmgr import CheckpointConfig, CheckpointManager
+
+def main(directory, steps):
+    random.seed(0)
+    state = {"drawn": []}
+    with CheckpointManager(directory, CheckpointConfig(keep="last(2) | best(1, loss, min)")) as manager:
+        step = manager.resume(state).step
+        while step < steps and not manager.should_stop:
+            for batch in manager.batches(range(4)):
+                state["drawn"].append((batch, random.random()))
+                step += 1
+                manager.step_end(step, state, metrics={"loss": 1.0 / step})
+                if step == steps or manager.should_stop:
+                    break
+    return state
+"""
+
+
+def changed(*changes: tuple[str, str]) -> str:
+    text = PROGRAM
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+class Kits:
+    """Makes kits for texts of programs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.made: list[Kit] = []
+
+    def __call__(self, text: str, *, fork: bool = True, keep: int | None = None) -> Kit:
+        (self.directory / "program.py").write_text(text)
+        program = f"{self.directory}/program.py:main"
+        self.made.append(Kit(program, steps_per_epoch=4, fork=fork, keep=keep))
+        return self.made[-1]
+
+
+@pytest.fixture
+def kits(tmp_path: Path) -> Iterator[Kits]:
+    """Kits that are closed in the end."""
+    kits = Kits(tmp_path)
+    yield kits
+    for kit in kits.made:
+        kit.close()
+
+
+def cut(kit: Kit, name: str) -> Cut:
+    (found,) = (one for one in kit.cuts if name in one.name)
+    return found
+
+
+def test_program_passes_in_new_processes(kits: Kits, tmp_path: Path) -> None:
+    kit = kits(PROGRAM, fork=False)
+    kit.check(cut(kit, "killed inside"), tmp_path / "run")
+
+
+LOOP, LEAVE = " and not manager.should_stop", " or manager.should_stop"
+SEED = "random.seed(0)"
+DEAF = "random.seed(0); import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
+ONCE = "assert not __import__('os').path.exists(directory)"
+FAULTS = {
+    "random": ("killed inside", [("manager.batches(range(4))", "range(4)")], "another state"),
+    "no save": ("killed inside", [("manager.step_end", "(lambda *a, **k: 0)")], "became durable"),
+    "no stop": ("preempted inside", [(LOOP, ""), (LEAVE, "")], "ended with -15"),
+    "goes on": (
+        "preempted inside",
+        [(LOOP, ""), (LEAVE, " or manager.should_stop and False")],
+        "it trained to its end",
+    ),
+    "raises": ("killed inside", [(SEED, "raise SystemExit(3)")], "the uncut run ended with 3"),
+    "once": ("killed inside", [(SEED, ONCE)], "the resumed run ended with 1"),
+    "deaf": ("interrupted", [(SEED, DEAF)], "Ctrl-C did not end the program"),
+    "import": ("killed inside", [("import random", "import no_such_module")], "be imported"),
+    "last step": ("NaN", [("manager.step_end(", "step < 10 and manager.step_end(")], "not saved"),
+    "value": ("killed inside", [("return state", "return __import__('os').getpid()")], "became"),
+}
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), FAULTS.values(), ids=list(FAULTS))
+def test_program_that_does_not_go_on_is_found(
+    name: str,
+    changes: list[tuple[str, str]],
+    said: str,
+    kits: Kits,
+    tmp_path: Path,
+) -> None:
+    kit = kits(changed(*changes))
+    with pytest.raises(NotConforming, match=re.escape(said)):
+        kit.check(cut(kit, name), tmp_path / "run")
+
+
+def test_program_that_keeps_another_number_of_checkpoints_is_found(
+    kits: Kits, tmp_path: Path
+) -> None:
+    kit = kits(PROGRAM, keep=5)
+    with pytest.raises(NotConforming, match="5 checkpoints should be kept, there are"):
+        kit.check(cut(kit, "killed inside"), tmp_path / "run")
+
+
+def test_epoch_without_an_inside_is_refused() -> None:
+    with pytest.raises(ValueError, match="steps_per_epoch must be at least 3, but got 2"):
+        Kit("a.py:main", steps_per_epoch=2)
+
+
+@pytest.mark.parametrize("spelling", ["program.py", "program:", "a b"])
+def test_program_that_is_spelled_otherwise_is_refused(spelling: str) -> None:
+    with pytest.raises(ValueError, match=r"a program is file\.py:function"):
+        find_program(spelling)
+
+
+def test_program_of_a_module_is_found() -> None:
+    assert find_program("tests.testing.test_kit:changed") is not None
+
+
+def test_differences_name_tensors_and_values() -> None:
+    import numpy as np
+
+    one = {"w": np.zeros(2), "b": np.zeros(2), "n": 1}
+    assert differences(one, {**one, "b": np.ones(2)}) == ["b"]
+    (text,) = differences(one, {**one, "n": 2})
+    assert "became" in text
+
+
+def test_command_prints_a_line_for_each_cut(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    given = [f"{tmp_path}/program.py:main", "--steps-per-epoch", "4", "--fork"]
+    assert main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2][:2] for line in lines] == ["ok"] * 8
+
+
+def test_command_fails_with_a_program_that_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(changed((SEED, "raise SystemExit(3)")))
+    assert main([f"{tmp_path}/program.py:main", "--steps-per-epoch", "4", "--fork"]) == 1
+    assert "killed inside an epoch: FAILED: " in capsys.readouterr().out

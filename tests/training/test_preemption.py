@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`manager.should_stop`: real signals, one decision for all places of a loop and all ranks, a saved last step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from ckptmgr import CheckpointConfig, CheckpointManager, Never, RanksOutOfStep, SaveHandle
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.parallel.joint_stop import JointStop
+from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.training.preemption import Preemption
+from tests.parallel.ranks import Meeting, Seat, run_ranks
+
+SELDOM = CheckpointConfig(save_checkpoint_steps=100)
+
+
+def train(manager: CheckpointManager, *, signal_at: int, last: int = 8) -> int:
+    """Run until asked to stop; return the last step."""
+    step = 0
+    with manager:
+        while step < last and not manager.should_stop:
+            step += 1
+            if step == signal_at:
+                signal.raise_signal(signal.SIGTERM)
+                assert not manager.should_stop  # the answer changes when a step ends
+            manager.step_end(step, {"n": step})
+    return step
+
+
+@pytest.mark.parametrize("mode", [False, "thread", "process"])
+def test_run_stops_after_the_step_and_its_last_step_is_saved(
+    mode: Literal["thread", "process"] | bool, tmp_path: Path
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    config = CheckpointConfig(save_checkpoint_steps=2, async_save=mode)
+    assert train(CheckpointManager(tmp_path, config), signal_at=3) == 3
+    latest = CheckpointManager(tmp_path).latest()
+    assert latest is not None
+    assert (latest.step, latest.why) == (3, "preempted")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_last_step_is_saved_also_where_the_policy_never_saves(tmp_path: Path) -> None:
+    train(CheckpointManager(tmp_path, save_policy=Never()), signal_at=3)
+    assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [3]
+
+
+def test_step_that_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    train(CheckpointManager(tmp_path, CheckpointConfig(keep="all")), signal_at=3)
+    assert [one.why for one in CheckpointManager(tmp_path).checkpoints()] == ["policy"] * 3
+
+
+def test_run_that_nobody_asks_to_stop_ends_as_ever(tmp_path: Path) -> None:
+    assert train(CheckpointManager(tmp_path, SELDOM), signal_at=0) == 8
+    latest = CheckpointManager(tmp_path).latest()
+    assert latest is not None
+    assert (latest.step, latest.why) == (8, "end")
+
+
+def test_manager_that_is_never_asked_leaves_signals_alone(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with CheckpointManager(tmp_path) as manager:
+        manager.step_end(1, {"n": 1})
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_loop_without_step_end_is_answered_at_once(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        assert not manager.should_stop
+        signal.raise_signal(signal.SIGUSR1)
+        assert manager.should_stop
+
+
+def test_other_thread_can_ask_but_not_watch(tmp_path: Path) -> None:
+    answers: list[bool] = []
+    manager = CheckpointManager(tmp_path)
+    thread = threading.Thread(target=lambda: answers.append(manager.should_stop))
+    thread.start()
+    thread.join()
+    manager.close()
+    assert answers == [False]
+
+
+@pytest.mark.parametrize("grace", [0, -1.0, float("inf"), float("nan")])
+def test_grace_that_is_no_time_is_refused(grace: float, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="grace must be a positive number of seconds"):
+        CheckpointManager(tmp_path, grace=grace)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def saved(seconds: float) -> SaveHandle:
+    durable: Future[Checkpoint] = Future()
+    durable.set_result(
+        Checkpoint(path=Path("x"), series="x", step=1, saved_at=datetime.now(UTC), size_bytes=1)
+    )
+    return SaveHandle(staged=Future(), durable=durable, stats=SaveStats(blocked_s=seconds))
+
+
+@pytest.mark.parametrize(("save_s", "steps"), [(1.0, 96), (20.0, 58), (60.0, 1)])
+def test_run_goes_on_for_as_long_as_two_saves_and_two_steps_have_time(
+    save_s: float, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    run = Preemption(grace_s=100.0, coordinator=None, timeout_s=1.0, monotonic=clock)
+    try:
+        assert not run.ask()
+        run.step_ended(0)
+        clock.now += 1.0
+        run.saved(saved(save_s))
+        run.step_ended(1)
+        signal.raise_signal(signal.SIGTERM)
+        count = 0
+        while not run.ask():
+            count += 1
+            clock.now += 1.0
+            run.step_ended(1 + count)
+    finally:
+        run.close()
+    assert count == steps
+    assert "SIGTERM asks the run to stop after step" in caplog.text
+
+
+def test_save_that_takes_longer_than_the_grace_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    run = Preemption(grace_s=10.0, coordinator=None, timeout_s=1.0)
+    try:
+        run.ask()
+        run.saved(saved(60.0))
+        run.step_ended(1)
+        run.step_ended(2)
+        signal.raise_signal(signal.SIGTERM)
+        run.step_ended(3)
+    finally:
+        run.close()
+    assert "the last save took 60 s, and the process is killed after 10 s" in caplog.text
+
+
+def test_run_without_a_save_to_learn_from_stops_at_once() -> None:
+    run = Preemption(grace_s=1000.0, coordinator=None, timeout_s=1.0)
+    try:
+        run.ask()
+        run.step_ended(1)
+        signal.raise_signal(signal.SIGTERM)
+        run.step_ended(2)
+        assert run.is_decided
+    finally:
+        run.close()
+
+
+def test_ranks_stop_after_the_same_step() -> None:
+    meeting, clock = Meeting(2), Clock()
+
+    def run(rank: int) -> list[int]:
+        joint = JointStop(Seat(meeting, rank), timeout_s=5.0, interval_s=3.0, monotonic=clock)
+        return [step for step in range(1, 9) if joint.decide(step, rank == 1 and step >= 4)][:1]
+
+    assert [one.result for one in run_ranks(meeting, run)] == [[4], [4]]
+
+
+def test_ranks_do_not_meet_at_every_step() -> None:
+    meeting = Meeting(2)
+
+    def run(rank: int) -> None:
+        clock = Clock()
+        joint = JointStop(Seat(meeting, rank), timeout_s=5.0, interval_s=10.0, monotonic=clock)
+        for step in range(1, 101):
+            clock.now += 1.0
+            joint.decide(step, is_wanted=False)
+
+    assert [one.raised for one in run_ranks(meeting, run)] == [None, None]
+    assert len(set(meeting.tags)) == 13
+
+
+def test_ranks_that_count_other_steps_are_told() -> None:
+    meeting = Meeting(2)
+
+    def run(rank: int) -> bool:
+        joint = JointStop(Seat(meeting, rank), timeout_s=5.0, interval_s=1.0)
+        return joint.decide(1 + rank, is_wanted=False)
+
+    errors = [one.raised for one in run_ranks(meeting, run)]
+    assert [type(error) for error in errors] == [RanksOutOfStep] * 2
+
+
+def test_processes_of_a_job_stop_and_save_together_when_one_is_signalled(tmp_path: Path) -> None:
+    ranks = []
+    for rank in range(2):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:  # pragma: no cover - it exits without a word to coverage
+            step = 99
+            try:
+                seat = SharedDirectory(tmp_path / "meet", rank=rank, world=2, session="test")
+                manager = CheckpointManager(tmp_path / "run", SELDOM, coordinator=seat)
+                step = train(manager, signal_at=3 * rank, last=50)
+            finally:
+                os._exit(step)
+    steps = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    assert steps[0] == steps[1] < 50
+    assert [one.step for one in CheckpointManager(tmp_path / "run").checkpoints()] == steps[:1]
