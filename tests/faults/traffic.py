@@ -1,5 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that share one directory until they are killed: a run, a prune, a verify and a `save_checkpoint` over old names."""
+"""Programs that share one directory until they are killed: a run, a prune, a verify and a `save_checkpoint` over old names.
+
+They note what they do, in the order in which it happens, in one file, `journal`:
+
+| line | written |
+|---|---|
+| `begun STEP`, `saved STEP` | before a save, and when it is acknowledged |
+| `dropping NAMES because of NAMES` | before a prune is carried out |
+| `overwriting NAME`, `overwrote NAME` | before and after a save over a name |
+"""
 
 from __future__ import annotations
 
@@ -37,14 +46,15 @@ def state(value: float) -> dict[str, np.ndarray]:
 
 
 def train(directory: Path, notes: Path, seed: int) -> None:
-    """Save one step after the other, higher than any before, and note those that were acknowledged."""
+    """Save one step after the other, higher than any before."""
     config = CheckpointConfig(keep="last(3)")
     with CheckpointManager(directory, config, prefix="net") as manager:
         step = seed * 1000
         while True:
             step += 1
+            note(notes / "journal", f"begun {step}")
             manager.save(step, state(step))
-            note(notes / "saved", f"{step}")
+            note(notes / "journal", f"saved {step}")
 
 
 def prune(directory: Path, notes: Path, seed: int) -> None:
@@ -53,6 +63,9 @@ def prune(directory: Path, notes: Path, seed: int) -> None:
     while True:
         now = datetime.now(UTC)
         proposal = propose(store, parse_policy("last(2)"), now=now, grace=timedelta(0))
+        for one in (series.plan for series in proposal.plans if series.plan.dropped):
+            dropped, kept = (",".join(c.name for c in those) for those in (one.dropped, one.kept))
+            note(notes / "journal", f"dropping {dropped} because of {kept}")
         carry_out(store, proposal, at_once=rng.random() < 0.5)
         time.sleep(rng.random() / 100)
 
@@ -70,14 +83,15 @@ def verify(directory: Path, notes: Path, seed: int) -> None:
 
 
 def overwrite(directory: Path, notes: Path, seed: int) -> None:
-    """Save over names that are there, and note them before."""
+    """Save over names that are there."""
     rng = random.Random(seed)
     while True:
         names = sorted(path.name for path in directory.glob("*.ckpt"))
         if names:
             name = rng.choice(names)
-            note(notes / "overwritten", name)
+            note(notes / "journal", f"overwriting {name}")
             save_checkpoint(state(OVERWRITTEN), directory / name)
+            note(notes / "journal", f"overwrote {name}")
         time.sleep(rng.random() / 100)
 
 
