@@ -220,7 +220,7 @@ def test_unusable_key_is_refused_before_the_training(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'enc_key'"):
         CkptmgrIO(enc_key="0123456789abcdef")
     with pytest.raises(ValueError, match="'dec_key'"):
-        CkptmgrIO(dec_key=b"short")
+        CkptmgrIO(dec_key="0123456789abcdef")
 
 
 def test_plain_file_is_loaded_beside_a_key_on_request(tmp_path: Path) -> None:
