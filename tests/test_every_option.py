@@ -172,6 +172,8 @@ LOAD = {
     ),
     "allow_unencrypted": Probe(see.opened, True, {"dec_key": KEY}),
     "into": Probe(see.opened, At(see.blank)),
+    "only": Probe(see.opened, "w"),
+    "framework": Probe(see.framework, "pt"),
     "trusted_keys": Probe(see.opened, [SIGNER.public_key]),
 }
 
@@ -201,6 +203,7 @@ _STATE = {"load": load_state}
 LOAD_STATE = {
     "path": Probe(see.opened, At(lambda d: d / "other.ckpt"), _STATE),
     "into": Probe(see.opened, At(see.blank), _STATE),
+    "only": Probe(see.opened, "w", _STATE),
     "dec_key": Probe(see.opened, KEY, {**_STATE, "saved": {"enc_key": KEY}}),
     "dec_mode": Probe(see.opened, "AES-CBC", {**_STATE, "saved": {"enc_key": KEY}, "dec_key": KEY}),
     "allow_unsealed": Probe(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
@@ -336,3 +336,12 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
 
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else None
+
+
+Framework = Literal["np", "pt", "jax"]
+
+
+def check_framework(framework: object) -> None:
+    """Raise ValueError unless it is a framework whose tensors a load can return."""
+    if framework not in get_args(Framework):
+        raise ValueError(f"framework must be 'np', 'pt' or 'jax', but got {framework!r}")

@@ -37,7 +37,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.checks import check_is_bool, check_trusted_keys
+from ckptmgr.config.checks import Framework, check_framework, check_is_bool, check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointFileNotFound, UnsupportedCheckpoint
@@ -67,6 +67,7 @@ def open_checkpoint(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     mmap: bool = False,
+    framework: Framework = "np",
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> CheckpointReader:
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
@@ -88,6 +89,8 @@ def open_checkpoint(
             disks: bytes that are written into the file later, or read again because memory ran
             short, show in arrays that were checked before. An access to a page of a file that was
             truncated kills the process (SIGBUS).
+        framework: Of the tensors that `read` and `read_tensors` return: `np`, `pt` (torch; bf16
+            included), or `jax`. `read_block` always returns an array.
         trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed
             is refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
@@ -99,6 +102,11 @@ def open_checkpoint(
         OSError: From the disk.
     """
     check_is_bool("mmap", mmap)
+    check_framework(framework)
+    if mmap and framework != "np":
+        raise ValueError(
+            "mmap gives read-only NumPy arrays over the file; leave it out for a framework"
+        )
     options = ReadOptions(
         trust=Trust(
             keys=resolve_keys(
@@ -115,7 +123,7 @@ def open_checkpoint(
         mode=dec_mode,
     )
     if not isinstance(path, str | os.PathLike):
-        return _opened_source(path, options, is_mapped=mmap)
+        return _opened_source(path, options, is_mapped=mmap, framework=framework)
     real = real_file(path)
     if not real.exists():
         raise CheckpointFileNotFound("no such file", path=path)
@@ -127,7 +135,7 @@ def open_checkpoint(
         store,
         real.name,
         lambda manifest: _opened_file(
-            CachedFile(real), str(path), options, manifest, is_mapped=mmap
+            CachedFile(real), str(path), options, manifest, is_mapped=mmap, framework=framework
         ),
     )
 
@@ -139,23 +147,26 @@ def _opened_file(
     manifest: Manifest | None,
     *,
     is_mapped: bool,
+    framework: Framework,
 ) -> CheckpointReader:
     with contextlib.ExitStack() as stack:
         stack.callback(raw.close)
         opened = _opened(raw, path, options, manifest)
         with translated_errors(path):
             mapped = MappedTensors(raw, opened) if is_mapped else None
-        return CheckpointReader(opened, stack.pop_all(), mapped)
+        return CheckpointReader(opened, stack.pop_all(), mapped, framework=framework)
 
 
-def _opened_source(source: Source, options: ReadOptions, *, is_mapped: bool) -> CheckpointReader:
+def _opened_source(
+    source: Source, options: ReadOptions, *, is_mapped: bool, framework: Framework
+) -> CheckpointReader:
     if not (hasattr(source, "size") and hasattr(source, "read_into")):
         raise TypeError(f"a path or a source with size and read_into is wanted, not {source!r}")
     name = getattr(source, "name", None)
     path = name if isinstance(name, str) else "<source>"
     if is_mapped:
         raise UnsupportedCheckpoint("only files can be mapped", path=path)
-    return CheckpointReader(_opened(source, path, options, None))
+    return CheckpointReader(_opened(source, path, options, None), framework=framework)
 
 
 def _opened(

@@ -26,11 +26,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
+    Framework,
     check_async_save,
     check_bool,
     check_cipher_mode,
     check_compression,
     check_crc,
+    check_framework,
     check_is_bool,
     check_manifest,
     check_options,
@@ -218,6 +220,8 @@ def load_checkpoint(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     into: Mapping[str, Any] | None = None,
+    only: str | None = None,
+    framework: Framework = "np",
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> dict[str, Any]:
     """Load one file; a damaged one is an error, never a wrong value.
@@ -244,6 +248,10 @@ def load_checkpoint(
         into: Name to NumPy array or torch tensor: only these names are read, straight into their
             memory. All shapes and types are compared before the first byte is written. Damage is
             found while writing, and leaves the content of the arrays undefined.
+        only: Name of a part of the state that a `CheckpointManager` or `save_state` saved: only its
+            tensors are read, and named as in the part. `load_checkpoint(path, net=net, only="net")`
+            loads the weights out of the state of a training.
+        framework: Of the returned tensors: `np`, `pt` (torch; bf16 included), or `jax`.
         trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed
             is refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
@@ -257,8 +265,11 @@ def load_checkpoint(
         CheckpointNotFound: There is no such file. Also a ValueError.
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
         RuntimeError: A value has another shape or type than the one in `net`.
-        StateMismatch: The file does not fit `into`; lists every difference. Nothing was changed.
+        StateMismatch: The file does not fit `into`, or a PyTorch module `net` (a RuntimeError,
+            too), or has no part `only`; lists every difference. Nothing was changed.
+        UnsupportedCheckpoint: The framework has no such tensor.
     """
+    from ckptmgr.files.load.named_part import NamedPart, as_framework
     from ckptmgr.files.load.open import open_source
     from ckptmgr.files.load.values import read_into, read_values
 
@@ -271,6 +282,16 @@ def load_checkpoint(
         raise ValueError(
             "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
         )
+    check_framework(framework)
+    if into is not None and framework != "np":
+        raise ValueError("'into' has the framework of its arrays; leave 'framework' out")
+    if only is not None and (into is not None or choose is not everything):
+        raise ValueError(
+            "'only' says what is loaded; it goes with neither 'into' nor a choice of names"
+        )
+    part = None if only is None else NamedPart.checked(only)
+    if part is not None:
+        choose = part.has
     is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
     key = resolve_keys(
         "dec_key",
@@ -291,6 +312,8 @@ def load_checkpoint(
 
     def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
         warn_of_redundancy(opened.metadata, is_expected=remove_redundancy)
+        if part is not None:
+            return part.read(opened, check_crc=crc_check)
         if into is None:
             return dict(read_values(opened, choose=choose, check_crc=crc_check))
         read_into(opened, into, check_crc=crc_check)
@@ -309,6 +332,8 @@ def load_checkpoint(
         from ckptmgr.files.load.shard_state import load_sharded
 
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
+        if part is not None:
+            values = part.named(values, path=ckpt_file_name)
     else:
         path = load_path(ckpt_file_name, format)
         with REGISTERED.timed("load", path=path) as facts:
@@ -320,8 +345,10 @@ def load_checkpoint(
     if net is not None:
         from ckptmgr.files.load.network import load_into
 
-        load_into(net, values, strict=strict_load)
-    return values
+        is_file = not isinstance(ckpt_file_name, io.BytesIO)
+        name = str(ckpt_file_name) if is_file else None
+        load_into(net, values, strict=strict_load, path=name)
+    return as_framework(values, framework)
 
 
 def _is_of_many_ranks(name: object) -> bool:

@@ -54,6 +54,7 @@ from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state import tree
+from ckptmgr.state.part import checked_parts
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_reserved_name
@@ -170,6 +171,7 @@ def load_state(
     path: str | os.PathLike[str],
     into: object = None,
     *,
+    only: str | Sequence[str] | None = None,
     dec_key: bytes | str | None = None,
     dec_mode: str | None = None,
     allow_unsealed: bool = False,
@@ -184,6 +186,9 @@ def load_state(
         path: The file, under any name.
         into: Restore into this state, built as for a fresh start; arrays are filled in place. None
             returns new objects.
+        only: Name, or names, of entries of the dict that was saved: only these are read and
+            compared. `load_state(path, {"net": net}, only="net")` takes the weights out of the
+            state of a training.
         dec_key: The key, or a source as for `CheckpointConfig`; files that are not proven as a
             whole are then refused, unless `allow_unsealed`.
         dec_mode: The required cipher mode, or None for the one that the file names.
@@ -199,8 +204,8 @@ def load_state(
         CheckpointNotFound: There is no such file; also a FileNotFoundError.
         CorruptCheckpoint: Damaged; nothing was changed.
         KeyProblem: Wrong or missing key, or no proof.
-        StateMismatch: The stored state does not fit `into`; names every difference. Nothing was
-            changed.
+        StateMismatch: The stored state does not fit `into`, or has no part of a name in `only`;
+            names every difference. Nothing was changed.
         UnsupportedCheckpoint: The file has no nested state: `load_checkpoint` reads it.
     """
     options = ReadOptions(
@@ -218,6 +223,7 @@ def load_state(
         ),
         mode=dec_mode,
     )
+    parts = checked_parts(only)
     place = real_file(path)
     if is_set_name(place.name):
         raise UnsupportedCheckpoint(
@@ -229,10 +235,12 @@ def load_state(
         raise CheckpointFileNotFound("no such file", path=path)
     with REGISTERED.timed("load", path=place) as facts:
         facts["size_bytes"] = place.stat().st_size
-        return _read(place, options, into).put_back(into)
+        return _read(place, options, into, parts).put_back(into)
 
 
-def _read(place: Path, options: ReadOptions, into: object) -> StoredState | InPlaceState:
+def _read(
+    place: Path, options: ReadOptions, into: object, only: Sequence[str] | None
+) -> StoredState | InPlaceState:
     from ckptmgr.files.load.open import open_source, with_manifest
 
     store = Store(place.parent, trust=options.trust)
@@ -256,7 +264,9 @@ def _read(place: Path, options: ReadOptions, into: object) -> StoredState | InPl
                     path=place,
                     hint="load it with ckptmgr.load_checkpoint",
                 )
-            return verified_state(opened, stack, path=place, manifest=manifest, state=into)
+            return verified_state(
+                opened, stack, path=place, manifest=manifest, state=into, only=only
+            )
 
     return with_manifest(store, place.name, read_with)
 

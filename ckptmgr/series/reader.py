@@ -149,16 +149,33 @@ class SeriesReader:
             hint=f"look again; manager.load({LATEST!r}) does so until it has the newest",
         )
 
-    def read(self, checkpoint: Checkpoint, state: object = None) -> StoredState | InPlaceState:
-        """Return one verified checkpoint, to be restored into `state`.
+    def read(
+        self,
+        checkpoint: Checkpoint,
+        state: object = None,
+        *,
+        only: Sequence[str] | None = None,
+    ) -> StoredState | InPlaceState:
+        """Return one verified checkpoint, or only these parts of it, to be restored into `state`.
 
         Its tensors are in memory. If `state` can take them in place, they are still in the file,
         which stays open.
+
+        Raises:
+            UnsupportedState: Parts are asked for, and `state` holds slices of larger tensors.
         """
         sharded = self._sharded(checkpoint, state)
+        if sharded is not None and only is not None and self._has_slices(state):
+            raise UnsupportedState(
+                "only has no effect on a state that holds slices of larger tensors",
+                path=checkpoint.path,
+                hint="restore the whole state, or load the part in one process, without a layout",
+            )
         if sharded is not None:
             from ckptmgr.files.load.shard_state import read_sharded
 
+            if only is not None:
+                return read_sharded(self.store, sharded, options=self._options).cut(only)
             return read_sharded(
                 self.store, sharded, options=self._options, state=state, slicer=self._slicer
             )
@@ -171,7 +188,7 @@ class SeriesReader:
                 )
             )
             return verified_state(
-                opened, stack, path=checkpoint.path, manifest=manifest, state=state
+                opened, stack, path=checkpoint.path, manifest=manifest, state=state, only=only
             )
 
     def values(self, checkpoint: Checkpoint) -> NamedValues:
@@ -206,16 +223,18 @@ class SeriesReader:
 
     def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest of a single file as a set of one rank, if `state` holds slices."""
-        if self._slicer is None or state is None:
-            return None
-        try:
-            slices = tree.flatten(state, self._slicer).slices
-        except UnsupportedState:  # such as an object that can only load a state
-            return None
-        if not slices:
+        if not self._has_slices(state):
             return None
         manifest = self.store.read_manifest(checkpoint.name)
         return None if manifest is None else replace(manifest, shards=(manifest.file,))
+
+    def _has_slices(self, state: object) -> bool:
+        if self._slicer is None or state is None:
+            return False
+        try:
+            return bool(tree.flatten(state, self._slicer).slices)
+        except UnsupportedState:  # such as an object that can only load a state
+            return False
 
     def free_name(
         self, step: int, present: Sequence[Checkpoint], *, format: str

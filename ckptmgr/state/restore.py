@@ -110,7 +110,8 @@ class Restorer:
                 "this state",
                 self._differences,
                 hint="build the same model and optimizer that was saved, or load the state without"
-                " a target; None in a target takes whatever is stored",
+                " a target; None in a target takes whatever is stored, and only= of load and"
+                " load_state takes a part of the state",
             )
 
     def carry_out(self) -> object:

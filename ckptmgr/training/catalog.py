@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint, Pin
@@ -11,6 +11,7 @@ from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.observe.observers import Observers, about
 from ckptmgr.series.reader import LATEST, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.state.part import checked_parts
 
 
 class Catalog:
@@ -29,21 +30,28 @@ class Catalog:
         self._engine = engine
         self._observers = observers
 
-    def load(self, checkpoint: Checkpoint | int | str, state: object) -> object:
+    def load(
+        self,
+        checkpoint: Checkpoint | int | str,
+        state: object,
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> object:
         """Load one checkpoint; see `CheckpointManager.load`."""
+        parts = checked_parts(only)
         while True:
             found = self._reader.find(checkpoint)
             try:
-                return self._load(found, state)
+                return self._load(found, state, parts)
             except (CkptmgrError, OSError) as error:
                 if self._reader.is_there(found):
                     raise
                 if checkpoint != LATEST:
                     raise self._reader.removed(found) from error
 
-    def _load(self, found: Checkpoint, state: object) -> object:
+    def _load(self, found: Checkpoint, state: object, only: Sequence[str] | None) -> object:
         with self._observers.timed("load", **about(found)):
-            loaded = self._reader.read(found, state)
+            loaded = self._reader.read(found, state, only=only)
             if state is not None:
                 self._engine.before_update()
             return loaded.put_back(state)

@@ -461,19 +461,29 @@ class CheckpointManager:
         """
         return self._reader.best(metric, mode)
 
-    def load(self, checkpoint: Checkpoint | int | str, state: object = None) -> object:
+    def load(
+        self,
+        checkpoint: Checkpoint | int | str,
+        state: object = None,
+        *,
+        only: str | Sequence[str] | None = None,
+    ) -> object:
         """Load one checkpoint, verified.
 
         Args:
             checkpoint: From `checkpoints()`, a step, a file name, or `latest`. For `latest` the
                 lookup repeats when the run that writes the series removes the found checkpoint.
             state: Restore into this, or None for new objects.
+            only: Name, or names, of entries of the dict that was saved: only these are read and
+                compared, as in `load("latest", {"net": net}, only="net")`.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint, or it was removed after it was listed.
+            StateMismatch: It does not fit `state`, or has no part of a name in `only`. Nothing was
+                changed.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
-        return self._catalog.load(checkpoint, state)
+        return self._catalog.load(checkpoint, state, only=only)
 
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""

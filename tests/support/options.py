@@ -109,6 +109,13 @@ def tried(work: Callable[[], object]) -> object:
         return type(error).__name__
 
 
+def framework(directory: Path, **options: Any) -> object:
+    """Return the kinds of the values that a load returns."""
+    save_checkpoint({"w": np.ones(2, np.float32)}, directory / "x.ckpt")
+    found = load_checkpoint(directory / "x.ckpt", **options)
+    return [type(one).__module__ for one in found.values()]
+
+
 def plain(value: object) -> object:
     """Return a value as plain values that compare."""
     if isinstance(value, np.ndarray):

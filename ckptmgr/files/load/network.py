@@ -13,6 +13,7 @@ checked before the first value is written, so that a network is never partly loa
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -23,29 +24,43 @@ from ckptmgr.files.load.values import Value
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.state.arrays import framework_of, torch_tensor
 from ckptmgr.state.destinations import check_overlaps
+from ckptmgr.state.part import name_prefix
+from ckptmgr.state.paths import StateMismatch, mismatch
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64"})
+_MAY_BE_MISSING = "num_batches_tracked"  # torch takes files from before it had this one
 _WRONG = "May you need to check whether the checkpoint you loaded is correct"
 
 
-def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) -> None:
+class NetworkMismatch(StateMismatch, RuntimeError):
+    """Report that a checkpoint does not fit a PyTorch module; nothing was changed."""
+
+
+def load_into(
+    net: Any,
+    values: Mapping[str, Value],
+    *,
+    strict: bool = False,
+    path: str | os.PathLike[str] | None = None,
+) -> None:
     """Put loaded values into a network.
 
     Args:
         net: A mapping of names to NumPy arrays or torch tensors (filled in place), an object with
             `load_state_dict()`, or a MindSpore Cell.
         values: Name to value.
-        strict: For a mapping and a Cell: refuse other element types, instead of converting one
-            float or signed integer type to another.
+        strict: For all but an object that only has `load_state_dict()`: refuse other element
+            types, instead of converting one float or signed integer type to another.
+        path: The file that the values are of, for errors.
 
     Raises:
         TypeError: It is none of these.
         RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is
-            missing.
-        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing
-            was changed.
+            missing; then a StateMismatch, too, which lists every difference.
+        StateMismatch: The file has none of the names of a mapping; or arrays of the network share
+            memory, and their values differ there. Nothing was changed.
     """
     _check_mapping(values)
     if hasattr(net, "parameters_and_names"):
@@ -54,16 +69,71 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
         load_into_cell(net, values, strict=strict)
     elif _is_torch_module(net):
         state = net.state_dict()
-        _check_shared(state, values)
+        _check_module(state, values, strict=strict, path=path)
+        _check_shared({name: one for name, one in state.items() if _has_shape(one)}, values)
         net.load_state_dict({name: _for_torch(values[name]) for name in state if name in values})
     elif hasattr(net, "load_state_dict"):
         net.load_state_dict(dict(values))
     elif isinstance(net, Mapping):
+        if path is not None and net and not any(name in values for name in net):
+            missing = [f"{name!r} is not in the checkpoint" for name in net]
+            raise _mismatch(StateMismatch, net, values, missing, path)
         _fill(net, values, strict=strict)
     else:
         raise TypeError(
             f"For 'load_param_into_net', the argument 'net' should be a Cell, but got {type(net)}."
         )
+
+
+def _check_module(
+    state: Mapping[str, Any],
+    values: Mapping[str, Value],
+    *,
+    strict: bool,
+    path: str | os.PathLike[str] | None,
+) -> None:
+    """Compare values with the state dict of a PyTorch module, which would be partly loaded else."""
+    differences = []
+    for name, mine in state.items():
+        value = values.get(name)
+        if value is None:
+            if not name.endswith(_MAY_BE_MISSING):
+                differences.append(f"{name!r} is not in the checkpoint")
+        elif isinstance(value, np.ndarray) and _has_shape(mine):
+            wanted, found = str(mine.dtype).removeprefix("torch."), value.dtype.name
+            # torch takes a tensor of one element for a scalar.
+            is_scalar = not mine.shape and value.shape == (1,)
+            if (tuple(mine.shape) != value.shape and not is_scalar) or (strict and wanted != found):
+                differences.append(
+                    f"{name!r} is {wanted}{list(mine.shape)}, stored is {found}{list(value.shape)}"
+                )
+    if differences:
+        raise _mismatch(NetworkMismatch, state, values, differences, path)
+
+
+def _has_shape(mine: object) -> bool:
+    """Return whether it is a tensor, and not a lazy one, which takes any shape."""
+    return framework_of(mine) == "torch" and not type(mine).__name__.startswith("Uninitialized")
+
+
+def _mismatch(
+    kind: type[StateMismatch],
+    net: Mapping[str, Any],
+    values: Mapping[str, Value],
+    differences: list[str],
+    path: str | os.PathLike[str] | None,
+) -> StateMismatch:
+    parts = {name.partition("/")[0] for name in values if "/" in name}
+    fitting = sorted(
+        part for part in parts if all(name_prefix(part) + name in values for name in net)
+    )
+    hint = "build the network as it was saved"
+    if fitting:
+        hint = f"the file has the state of a training; load its part with only={fitting[0]!r}"
+    else:
+        differences += [f"{name!r} is only in the checkpoint" for name in values if name not in net]
+    error = mismatch("this network", differences, hint=hint)
+    return kind(error.message, path=path, hint=hint)
 
 
 def load_param_into_net(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from ckptmgr.core.errors import (
 from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
+from ckptmgr.state.part import part_of, tensors_of
+from ckptmgr.state.paths import StateMismatch
 from ckptmgr.state.skeleton import with_shapes
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -125,19 +127,36 @@ class StoredState:
     data: str | None = None
 
     @classmethod
-    def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
-        """Read everything; raises as `read_values` does.
+    def read(
+        cls,
+        opened: OpenCheckpoint,
+        *,
+        path: Path,
+        manifest: Manifest | None,
+        only: Sequence[str] | None = None,
+    ) -> StoredState:
+        """Read everything, or only these parts of the state; raises as `read_values` does.
 
         A CRC32 in the file is checked where nothing stronger vouches for the content.
         """
+        from ckptmgr.files.load.options import everything
         from ckptmgr.files.load.values import read_values
 
         skeleton = checked_skeleton(opened)
+        choose: Callable[[str], bool] = everything
+        if only is not None:
+            skeleton = cut_skeleton(skeleton, only, path=path)
+            choose = tensors_of(skeleton).__contains__
         is_proven = opened.has_digests or opened.is_sealed
-        values = read_values(opened, check_crc=opened.index.crc is not None and not is_proven)
+        has_crc = opened.index.crc is not None and not is_proven
+        values = read_values(opened, choose=choose, check_crc=has_crc)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         data = opened.metadata.get(DATA)
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest, data=data)
+
+    def cut(self, only: Sequence[str]) -> StoredState:
+        """Return these parts of the state."""
+        return replace(self, skeleton=cut_skeleton(self.skeleton, only, path=self.path))
 
     def put_back(self, state: object) -> object:
         """Restore into `state`, or new objects; raises as `compared`, before any change."""
@@ -175,8 +194,9 @@ def verified_state(
     path: Path,
     manifest: Manifest | None,
     state: object,
+    only: Sequence[str] | None = None,
 ) -> StoredState | InPlaceState:
-    """Return the verified content of an opened file, to be restored into `state`.
+    """Return the verified content of an opened file, or its parts `only`, to be restored into `state`.
 
     Its tensors are in memory. If `state` can take them in place, they are still in the file, and
     what `file` closes stays open until then.
@@ -184,12 +204,31 @@ def verified_state(
     from ckptmgr.files.load.in_place import in_place
 
     skeleton = checked_skeleton(opened)
-    if state is not None and skeleton is not None:
+    if state is not None and skeleton is not None and only is None:
         found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
         if found is not None:
             found.close_with(file.pop_all())
             return found
-    return StoredState.read(opened, path=path, manifest=manifest)
+    return StoredState.read(opened, path=path, manifest=manifest, only=only)
+
+
+def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> str:
+    """Return the skeleton of parts of a state.
+
+    Raises:
+        UnsupportedCheckpoint: The file has no nested state.
+        StateMismatch: The state lacks one of them.
+    """
+    if skeleton is None:
+        raise UnsupportedCheckpoint(
+            "this file holds named tensors without a state tree, so it has no parts",
+            path=path,
+            hint="load it without only; load_checkpoint takes specify_prefix",
+        )
+    try:
+        return part_of(skeleton, only)
+    except StateMismatch as error:
+        raise StateMismatch(error.message, path=path, hint=error.hint) from None
 
 
 def plan_put_back(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:

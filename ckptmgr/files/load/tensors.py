@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
+from ckptmgr.files.load.named_part import as_framework, converted
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.values import MapArrays, Value, read_values, tensor_value
 from ckptmgr.formats.compressed.source import FramesSource
@@ -32,10 +33,13 @@ class CheckpointReader:
         opened: OpenCheckpoint,
         held: contextlib.ExitStack | None = None,
         mapped: MappedTensors | None = None,
+        *,
+        framework: str = "np",
     ) -> None:
         self._opened = opened
         self._held = held or contextlib.ExitStack()
         self._mapped = mapped
+        self._framework = framework
         self._entries: dict[str, CkptEntry] = {one.name: one for one in opened.index.entries}
         self._heads = _heads(opened)
         self._confirmed: set[int] = set()
@@ -80,8 +84,8 @@ class CheckpointReader:
         """
         return self._tensor(name).spec
 
-    def read(self, name: str, *, rows: slice | None = None) -> Value:
-        """Return one value, checked.
+    def read(self, name: str, *, rows: slice | None = None) -> Any:
+        """Return one value, checked, as an array or a tensor of the framework.
 
         Args:
             name: From `names()`.
@@ -89,11 +93,15 @@ class CheckpointReader:
 
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
-            UnsupportedCheckpoint: `rows` of something without rows.
+            UnsupportedCheckpoint: `rows` of something without rows; or the framework has no such
+                tensor.
             TypeError, ValueError: `rows` is no slice, or has another step.
             CorruptCheckpoint: It is damaged.
             OSError: From the disk.
         """
+        return converted(name, self._read(name, rows), self._framework)
+
+    def _read(self, name: str, rows: slice | None) -> Value:
         entry = self._entry(name)
         if rows is not None:
             return self._rows(self._tensor(name), rows)
@@ -105,14 +113,15 @@ class CheckpointReader:
         parts = (entry.key, entry.value, entry.status)
         return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
 
-    def read_tensors(self) -> dict[str, Value]:
+    def read_tensors(self) -> dict[str, Any]:
         """Return all tensors, checked, by name in file order; in threads, and never mapped.
 
         Raises:
             CorruptCheckpoint, OSError: As `read`.
         """
         names = set(self.tensor_names())
-        return read_values(self._opened, choose=names.__contains__)
+        values = read_values(self._opened, choose=names.__contains__)
+        return as_framework(values, self._framework)
 
     def read_block(self, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return a block of a tensor, checked.
