@@ -14,6 +14,8 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.crypto.buffers import SpareBuffers
+from ckptmgr.files.save.compressed import _rooms
+from ckptmgr.files.save.compressed_chunks import _memory
 from ckptmgr.files.save.container_stream import _segments
 from ckptmgr.files.save.streams import _scratch
 from ckptmgr.io.buffers import BufferPool
@@ -113,16 +115,21 @@ def test_each_buffer_of_a_background_save_is_wiped_before_the_save_ends(
     }
 
 
-@pytest.mark.parametrize(("kind", "buffers"), [("ckpt", _scratch), ("container", _segments)])
+@pytest.mark.parametrize(
+    ("kind", "buffers"),
+    [("ckpt", _scratch), ("container", _segments), ("compressed", _rooms), ("compressed", _memory)],
+)
 def test_buffers_in_which_small_tensors_are_encrypted_together_are_wiped(
     tmp_path: Path, kind: str, buffers: BufferPool | SpareBuffers
 ) -> None:
     config = config_of(EACH, "thread", **KINDS[kind])
     with CheckpointManager(tmp_path, config) as manager:
-        manager.save(1, state())
-    taken = [buffers.take() for _ in range(2)]
+        sizes = (500, 40_000, 700)
+        secrets = [np.random.default_rng(i).bytes(size) for i, size in enumerate(sizes)]
+        manager.save(1, {f"w{i}": np.frombuffer(one, np.uint8) for i, one in enumerate(secrets)})
+    taken = [buffers.take() for _ in range(4)]
     try:
-        assert not any(bytes([SECRET]) * 7 in bytes(one) for one in taken)
+        assert not any(secret[:100] in bytes(one) for one in taken for secret in secrets)
     finally:
         for one in taken:
             buffers.give_back(one)

@@ -153,6 +153,7 @@ def write_frames(
     sealer: FramesSealer | None = None,
     is_head_late: bool = False,
     release: Callable[[int, int], None] | None = None,
+    wipe: Callable[[memoryview], None] | None = None,
 ) -> WrittenFrames:
     """Write a file compressed, sealed if there is a sealer, and return the digests of its bytes.
 
@@ -166,6 +167,7 @@ def write_frames(
         sealer: Made for this plaintext.
         is_head_late: Whether the first frame can only be read after all others.
         release: Called with offset and size of what was read, once it is compressed.
+        wipe: Called with each buffer of plaintext, compressed or not, once it is used.
 
     Raises:
         OSError: From the file.
@@ -173,7 +175,13 @@ def write_frames(
     """
     started = time.perf_counter()
     writer = _Writer(
-        plan, read, Spool(file, sealer), level, is_head_late=is_head_late, release=release
+        plan,
+        read,
+        Spool(file, sealer, wipe=wipe),
+        level,
+        is_head_late=is_head_late,
+        release=release,
+        wipe=wipe,
     )
     digest = writer.run()
     elapsed_s = time.perf_counter() - started
@@ -190,10 +198,12 @@ class _Writer:
         *,
         is_head_late: bool,
         release: Callable[[int, int], None] | None,
+        wipe: Callable[[memoryview], None] | None,
     ) -> None:
         self._plan = plan
         self._read = read
         self._release = release
+        self._wipe = wipe
         self._spool = spool
         self._level = level
         self._frames: list[Frame | None] = [None] * len(plan)
@@ -283,6 +293,8 @@ class _Writer:
         )
         if self._release is not None:
             self._release(planned.start, planned.size)
+        if self._wipe is not None:
+            self._wipe(room[: planned.size])
 
     def _made(self) -> Iterator[Frame]:
         return (frame for frame in self._frames if frame is not None)

@@ -81,10 +81,18 @@ class Spool:
     """The file that frames are appended to.
 
     The sealer, if any, seals each chunk into a segment of 4 MiB; without one the file is plain.
+    `wipe` is called with each chunk that was sealed.
     """
 
-    def __init__(self, file: OutputFile, sealer: FramesSealer | None) -> None:
+    def __init__(
+        self,
+        file: OutputFile,
+        sealer: FramesSealer | None,
+        *,
+        wipe: Callable[[memoryview], None] | None = None,
+    ) -> None:
         self._file = file
+        self._wipe = wipe
         self._sealer = sealer
         self._capacity = CHUNK_BYTES if sealer is None else sealer.plaintext_bytes
         self._head = memoryview(b"" if sealer is None else sealer.head)
@@ -180,6 +188,8 @@ class Spool:
         chunk.length = self._sealer.segment_size(chunk.filled)
         plain, segment = chunk.plain[: chunk.filled], chunk.stored[: chunk.length]
         self._sealer.seal_into(chunk.index, plain, segment, is_final=is_final)
+        if self._wipe is not None:
+            self._wipe(plain)
         _memory.give_back(chunk.plain)
 
     def _digest_all(self) -> None:

@@ -141,6 +141,7 @@ def _write_compressed(
         sealer=sealer,
         is_head_late=image.head_bytes > 0,
         release=image.release,
+        wipe=image.wipe_copy,
     )
 
 
