@@ -30,11 +30,10 @@ _FREQUENCIES = {"window_log": 16, "hash_log": 6, "min_match": 7}
 _REPETITIONS = {"min_match": 7}
 _PIECES, _PIECE_BYTES = 4, 16 << 10
 _SAMPLE_BYTES = _PIECES * _PIECE_BYTES
-# A plane is coded if that saves a twentieth of it. The float form must save 0.05 bits of each
-# element; in a sample of 8,000, frequencies are wrong by 0.02 bits.
-_WORTH_BITS = 8 * 0.95
-_WORTH_FORM_BITS = 0.05
-_ZSTD_MOST_EVEN_BITS = 7  # zstd stores a block without a byte that is more frequent than this
+_WORTH = 0.95  # a plane is coded if that saves a twentieth of it
+# Of squares, which have no sign, a sample does not show what the float form saves in longer frames.
+_FORM_SLACK = 0.2 / 8
+_MOST_OF_ONE_BYTE = 32  # bytes that zstd needs for a sample in which all bytes are the same
 
 
 class Part(NamedTuple):
@@ -80,10 +79,10 @@ class Chooser:
     def divide(self, numbers: Numbers) -> Division | None:
         """Return the division of a frame, or None if it is better compressed as it is."""
         sample = _sample(numbers)
-        form, planes, bits = _best_form(sample)
-        same = _same_bytes(numbers, form) if 0 in bits else {}
+        form, planes, sizes = self._best_form(sample)
+        same = _same_bytes(numbers, form) if min(sizes) < _MOST_OF_ONE_BYTE else {}
         varied = [at for at in range(len(planes)) if at not in same]
-        coded = [at for at in varied if bits[at] < _WORTH_BITS]
+        coded = [at for at in varied if sizes[at] < _WORTH * planes[at].nbytes]
         if not coded and not same:
             return None
         coders = dict.fromkeys(coded, self._frequencies)
@@ -96,13 +95,30 @@ class Chooser:
                 return None
         return Division(form, _parts(same, coders, len(planes), form))
 
+    def _best_form(self, sample: Numbers) -> tuple[int, list[Numbers], list[int]]:
+        """Return the better form, the planes of a sample in it, and their sizes when coded."""
+        count = len(sample)
+        columns = sample.view(np.uint8).reshape(count, sample.itemsize)
+        planes: list[Numbers] = list(np.ascontiguousarray(columns.T))
+        sizes = [self._size(plane) for plane in planes]
+        pairs = last_pairs(sample, memoryview(bytearray(2 * count)))
+        signs, exponents = np.empty((2, count), np.uint8)
+        take_exponents(pairs, exponents)
+        take_signs(pairs, signs, memoryview(bytearray(count)))
+        float_sizes = [self._size(signs), self._size(exponents)]
+        is_varied = _MOST_OF_ONE_BYTE < float_sizes[1] < _WORTH * count
+        if not is_varied or sum(float_sizes) > sum(sizes[-2:]) + _FORM_SLACK * count:
+            return AS_IT_IS, planes, sizes
+        return FLOAT, [*planes[:-2], signs, exponents], [*sizes[:-2], *float_sizes]
+
+    def _size(self, plane: Numbers) -> int:
+        return min(plane.nbytes, len(self._frequencies.compress(plane.data)))
+
     def _smallest(
         self, sample: Numbers, *coders: zstandard.ZstdCompressor
     ) -> tuple[int, zstandard.ZstdCompressor]:
-        return min(
-            ((len(one.compress(sample.data)), one) for one in coders),
-            key=lambda pair: pair[0],
-        )
+        found = ((len(one.compress(sample.data)), one) for one in coders)
+        return min(found, key=lambda pair: pair[0])
 
 
 def _sample(numbers: Numbers) -> Numbers:
@@ -112,31 +128,6 @@ def _sample(numbers: Numbers) -> Numbers:
     length = _PIECE_BYTES // numbers.itemsize
     starts = (index * (len(numbers) - length) // (_PIECES - 1) for index in range(_PIECES))
     return np.concatenate([numbers[start : start + length] for start in starts])
-
-
-def _best_form(sample: Numbers) -> tuple[int, list[Numbers], list[float]]:
-    """Return the better form, the planes of a sample in it, and the bits for each of their bytes."""
-    columns = sample.view(np.uint8).reshape(-1, sample.itemsize)
-    planes: list[Numbers] = list(np.ascontiguousarray(columns.T))
-    bits = [_entropy_bits(plane) for plane in planes]
-    room = memoryview(bytearray(2 * len(sample)))
-    pairs = last_pairs(sample, room)
-    signs, exponents = np.empty((2, len(sample)), np.uint8)
-    take_exponents(pairs, exponents)
-    take_signs(pairs, signs, memoryview(bytearray(len(sample))))
-    float_bits = [_entropy_bits(signs), _entropy_bits(exponents)]
-    if sum(float_bits) + _WORTH_FORM_BITS > sum(bits[-2:]):
-        return AS_IT_IS, planes, bits
-    return FLOAT, [*planes[:-2], signs, exponents], [*bits[:-2], *float_bits]
-
-
-def _entropy_bits(plane: Numbers) -> float:
-    """Return the bits that a code by frequency needs for a byte, or 8 if zstd would not code it."""
-    counts = np.bincount(plane)
-    if counts.max() <= len(plane) >> _ZSTD_MOST_EVEN_BITS:
-        return 8.0
-    shares = counts[counts > 0] / len(plane)
-    return float(-(shares * np.log2(shares)).sum())
 
 
 def _same_bytes(numbers: Numbers, form: int) -> dict[int, int]:
