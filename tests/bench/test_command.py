@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tools.bench.command import main
 from tools.bench.contestant import Background, Flight
-from tools.bench.figures import Figures
+from tools.bench.figures import Figures, cpu_of
 from tools.bench.loops import lost_share, new_step
 from tools.bench.options import SECTIONS, parse
 from tools.bench.ranks import PLAN, REPLICATED
@@ -46,10 +47,10 @@ def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     assert {one["target"] for one in result["targets"]} == {
         f"T{number}" for number in (1, 5, 6, 7, 10, 11, 12, 13, 14)
     }
+    limits = ("save", "load", *FLOORS)
     assert {one["what"] for one in result["figures"] if one["mode"] == "limit"} == {
-        "save",
-        "load",
-        *FLOORS,
+        *limits,
+        *map(cpu_of, limits),
     }
     assert {one["who"] for one in result["figures"] if one["section"] == "background"} == {
         "one memcpy",
@@ -66,6 +67,19 @@ def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     assert " s/GiB, residuals " in tables
     assert all(f"| {mode} |" in tables for mode in (*_RANKS, f"plan for {PLAN}"))
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_bench_on_one_processor_says_so_and_gives_the_others_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allowed = os.sched_getaffinity(0)
+    asked = ("--sections", "files", "--modes", "safetensors", "--processors", "1")
+    assert main([*_SMALL, *asked, "--dir", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert ", 1 cores, " in printed
+    for what in ("load", "load mmap", "into", "into own", "verify", "load warm"):
+        assert f"## Files: {what}, 1 MiB" in printed
+    assert os.sched_getaffinity(0) == allowed
 
 
 def test_loop_beside_a_save_loses_no_more_than_all_its_steps(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.figures import Figures, Subject
+from tools.bench.figures import Figures, Subject, cpu_of
 from tools.bench.memory import MIB, Peak
 from tools.bench.scale import curves, line_over_bytes, seconds_per_tensor
 from tools.bench.tables import report
@@ -221,6 +221,33 @@ def test_report_compares_a_peer_with_raw_and_with_ours_of_its_mode() -> None:
     assert "| encrypted | tensorizer | 5.000 | 0.20 | 2.5x |" in text
     assert "| container-gcm | ckptmgr | 2.000 | 0.50 |  |" in text
     assert text.endswith("* Left out: jax: not installed")
+
+
+def test_report_states_processor_seconds_for_a_gib() -> None:
+    figures = _figures(
+        ("files", "ckptmgr", "safetensors", "load warm", [0.5]),
+        ("files", "ckptmgr", "safetensors", cpu_of("load warm"), [0.3, 0.1, 0.2]),
+        size_bytes=1 << 29,
+    )
+    assert "| safetensors | ckptmgr | 0.500 |  |  | 0.400 |" in report(figures, [], [], {})
+
+
+def test_verdict_loads_are_compared_with_loops_that_do_their_work() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "load new digested", [0.9]),
+        ("files", "raw O_DIRECT", "limit", "into digested", [0.8]),
+        ("files", "raw O_DIRECT", "limit", "load warm digested", [0.8]),
+        ("files", "ckptmgr", "safetensors", "load", [1.0]),
+        ("files", "ckptmgr", "safetensors", "into", [1.0]),
+        ("files", "ckptmgr", "safetensors", "into own", [0.8]),
+        ("files", "ckptmgr", "safetensors", "load warm", [1.0]),
+    )
+    assert _of(verdicts(figures, [], {}), "T5") == [
+        ("load safetensors, of the bare loop into new memory", 0.9, True),
+        ("into own safetensors, of the bare loop into memory that lies alike", 1.0, True),
+        ("into safetensors, of the bare loop into memory that lies alike", 0.8, None),
+        ("load warm safetensors, of readinto with BLAKE3", 0.8, True),
+    ]
 
 
 def test_report_shows_beside_loads_and_checks_what_the_disk_does_with_their_work() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -175,6 +176,15 @@ class Benchmark:
 def main(arguments: Sequence[str]) -> int:
     """Measure, print the tables, write JSON and charts; 1 when a memory limit is passed."""
     asked = options.parse(arguments)
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(allowed)[: asked.processors])  # the workers inherit it
+    try:
+        return _measure(asked)
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def _measure(asked: options.Asked) -> int:
     with tempfile.TemporaryDirectory(prefix="ckptmgr-bench-", dir=asked.directory) as scratch:
         where = machine(Path(scratch))
         print(where)

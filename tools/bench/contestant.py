@@ -25,8 +25,9 @@ class Contestant:
         mode: In which mode; those of one mode are measured side by side.
         suffix: Of the file or directory name.
         actions: What it does with a path. `save` comes first, to a path that does not exist; what it wrote survives a power
-            cut when it returns. The others read it, each with a cold cache: `load`, `load mmap` and `into` touch every page
-            of the result, `verify` keeps none. Those of the bare disk alone are in `sections.FLOORS`.
+            cut when it returns. The others read it, each with a cold cache but for `load warm`: `load`, `load mmap`, `into`
+            and `into own` (arrays that an earlier load made) touch every page of the result, `verify` keeps none. Those of
+            the bare disk alone are in `sections.FLOORS`.
     """
 
     name: str

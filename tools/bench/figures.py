@@ -10,6 +10,11 @@ from statistics import median
 OURS = "ckptmgr"
 
 
+def cpu_of(what: str) -> str:
+    """Return what the processor seconds of an action, of all threads of its process, are noted as."""
+    return f"{what}, processor"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What was measured.

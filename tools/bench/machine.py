@@ -16,7 +16,7 @@ def machine(directory: Path) -> str:
     """Return processor, cores, memory, kernel, file system and the versions that ours uses."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     parts = (
-        f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, Linux {platform.release()}",
+        f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory:.0f} GiB, Linux {platform.release()}",
         f"{_file_system(directory)}, Python {platform.python_version()}",
         *_versions(),
     )

@@ -52,6 +52,7 @@ class Asked:
     counts: Sequence[int]
     worlds: Sequence[int]
     lazy_bytes: int
+    processors: int | None
 
 
 def parse(arguments: Sequence[str]) -> Asked:
@@ -74,6 +75,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         counts=given.counts or (_QUICK_COUNTS if is_quick else COUNTS),
         worlds=given.worlds,
         lazy_bytes=given.lazy_size,
+        processors=given.processors,
     )
 
 
@@ -89,6 +91,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rest", type=float, default=3.0, help="seconds of rest before each measurement [3]"
+    )
+    parser.add_argument(
+        "--processors", type=_positive, help="use no more than the first so many [all]"
     )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where to save [.]")
     parser.add_argument("--output", type=Path, help="write figures, tables and charts here")

@@ -22,6 +22,8 @@ import numpy as np
 from blake3 import blake3
 
 from ckptmgr.crypto.buffers import new_pages
+from ckptmgr.io.digest import RANGE_BYTES
+from ckptmgr.io.threads import HASH_STEP_BYTES
 from tools.bench.contestant import PAGE_BYTES
 from tools.bench.disk import remove, sync
 
@@ -61,6 +63,7 @@ class RawDisk:
         self._buffers = [new_pages(_LARGEST_BYTES) for _ in range(max(_THREADS))]
         for buffer in self._buffers:
             buffer[:] = os.urandom(_LARGEST_BYTES)
+        self._kept = memoryview(b"")
         self.write_shape = self.read_shape = Shape(threads=4, chunk_bytes=4 * MIB)
 
     def tune(self, path: Path, size_bytes: int, rest: Callable[[], object]) -> None:
@@ -120,6 +123,52 @@ class RawDisk:
                     descriptor, [memory[offset : offset + len(buffer)]], offset
                 ),
             )
+
+    def read_new_digested(self, path: Path) -> None:
+        """Read it into memory of its size that was never touched, and digest it there."""
+        with _open_direct(path, os.O_RDONLY) as descriptor:
+            size_bytes = os.fstat(descriptor).st_size
+            self._read_digested_into(descriptor, new_pages(size_bytes))
+
+    def read_again_digested(self, path: Path) -> None:
+        """Read it into memory of its size that is kept from one call to the next, and digest it there."""
+        with _open_direct(path, os.O_RDONLY) as descriptor:
+            size_bytes = os.fstat(descriptor).st_size
+            if self._kept.nbytes != size_bytes:
+                self._kept = new_pages(size_bytes)
+                np.frombuffer(self._kept, np.uint8)[::PAGE_BYTES] = 1
+            self._read_digested_into(descriptor, self._kept)
+
+    def read_cached_digested(self, path: Path) -> None:
+        """Read it through the page cache into memory that was never touched, and digest it there."""
+        with path.open("rb", buffering=0) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            self._read_digested_into(file.fileno(), new_pages(size_bytes))
+
+    def _read_digested_into(self, descriptor: int, memory: memoryview) -> None:
+        """Fill memory and digest ranges of 16 MiB, as a load does, in pieces of 2 MiB, while they are in the cache."""
+        ranges = iter(range(0, memory.nbytes, RANGE_BYTES))
+        lock = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with lock:
+                    start = next(ranges, None)
+                if start is None:
+                    return
+                hasher = blake3()
+                for offset in range(
+                    start, min(start + RANGE_BYTES, memory.nbytes), HASH_STEP_BYTES
+                ):
+                    view = memory[offset : offset + HASH_STEP_BYTES]
+                    if os.preadv(descriptor, [view], offset) != view.nbytes:
+                        raise OSError(f"a transfer at {offset} was short")
+                    hasher.update(view)
+                hasher.digest()
+
+        with ThreadPoolExecutor(_WITH_WORK.threads) as pool:
+            for done in [pool.submit(work) for _ in range(_WITH_WORK.threads)]:
+                done.result()
 
     def touch_new(self, size_bytes: int) -> None:
         """Touch every page of as much new memory, and read nothing."""

@@ -8,15 +8,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
-from tools.bench.disk import drop_cache, remove
+from tools.bench.disk import drop_cache, fill_cache, remove
 from tools.bench.loops import LOOPS
 from tools.bench.session import Session
 from tools.bench.team import Player
 
-READS = ("load", "load mmap", "into", "verify")
+WARM = "load warm"
+READS = ("load", "load mmap", "into", "into own", "verify", WARM)
 # Of the bare disk only, with the work that nobody avoids who keeps or checks what he reads. Those that take new memory do not
 # come one upon the other: the second would find what the first has left.
-FLOORS = ("touch", "load digested", "load busy", "load new")
+FLOORS = (
+    "touch",
+    "load digested",
+    "load busy",
+    "load new",
+    "into digested",
+    "load new digested",
+    f"{WARM} digested",
+)
 LIMIT = "limit"
 _FORWARD_S_PER_BYTE = 2e-9
 _LONG_ROUND = 6
@@ -63,7 +72,7 @@ def _take_turns(session: Session, group: Sequence[Player], turn: int, reads: Seq
         for what in reads:
             for player, path in saved:
                 if what in player.actions and session.takes_part(player, turn):
-                    drop_cache(path)
+                    (fill_cache if what.startswith(WARM) else drop_cache)(path)
                     session.measure(player, "act", path, turn, what=what)
 
 

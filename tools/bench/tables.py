@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tools.bench.figures import OURS, Figure, Figures
+from tools.bench.figures import OURS, Figure, Figures, cpu_of
 from tools.bench.lazy import CACHES
 from tools.bench.loops import LOOPS
 from tools.bench.memory import MIB, Peak
@@ -25,17 +25,23 @@ _HEADINGS = {
     "ranks": "Ranks on this machine that save one checkpoint together",
 }
 _MEMCPY = "one memcpy"
+GIB = 1 << 30
 _NAMES = {
     "load": "raw O_DIRECT",
     "load new": "raw O_DIRECT, into new memory",
     "touch": "new memory alone, touched",
     "load digested": "raw O_DIRECT, with BLAKE3",
+    "load new digested": "raw O_DIRECT, with BLAKE3, into new memory",
+    "into digested": "raw O_DIRECT, with BLAKE3, into memory of its size",
+    "load warm digested": "raw readinto, with BLAKE3, into new memory",
     "load busy": "raw O_DIRECT beside a busy processor",
 }
 # What the bare disk shows beside everybody who does something with a file.
 _BESIDE = {
-    "load": ("load new", "touch", "load digested", "load busy"),
-    "into": ("load", "load digested", "load busy"),
+    "load": ("load new digested", "load new", "touch", "load digested", "load busy"),
+    "load warm": ("load warm digested",),
+    "into": ("load", "into digested", "load digested", "load busy"),
+    "into own": ("into digested",),
     "verify": ("load", "load digested", "load busy"),
 }
 
@@ -84,7 +90,7 @@ def _files(figures: Figures, section: str, what: str) -> str:
         found += figures.find(section, floor, mode=LIMIT)
     rows = ([one.subject.mode, _name(one), *_compared(figures, one)] for one in found)
     title = f"{_HEADINGS[section]}: {what}, {found[0].subject.size_bytes / MIB:.0f} MiB"
-    return _table(title, ["mode", "who", "s", "of raw", "ours is faster"], rows)
+    return _table(title, ["mode", "who", "s", "of raw", "ours is faster", "processor s/GiB"], rows)
 
 
 def _name(figure: Figure) -> str:
@@ -93,15 +99,22 @@ def _name(figure: Figure) -> str:
     return _NAMES.get(subject.what, subject.who) if subject.mode == LIMIT else subject.who
 
 
-def _compared(figures: Figures, one: Figure) -> tuple[str, str, str]:
+def _compared(figures: Figures, one: Figure) -> tuple[str, str, str, str]:
     section, what, mode = one.subject.section, one.subject.what, one.subject.mode
     raw = figures.find(section, "save" if what == "save" else "load", mode=LIMIT)
-    ours = _ours(figures, section, "load" if what == "load mmap" else what, mode)
+    ours = _ours(figures, section, what, mode)
     return (
         f"{one.median:.3f}",
         f"{raw[0].median / one.median:.2f}" if raw and one is not raw[0] else "",
         f"{one.median / ours:.1f}x" if ours is not None and one.subject.who != OURS else "",
+        _seconds(_processor_s_per_gib(figures, one)),
     )
+
+
+def _processor_s_per_gib(figures: Figures, one: Figure) -> float | None:
+    subject = one.subject
+    used = figures.find(subject.section, cpu_of(subject.what), who=subject.who, mode=subject.mode)
+    return used[0].median / (subject.size_bytes / GIB) if used else None
 
 
 def _ours(figures: Figures, section: str, what: str, mode: str) -> float | None:

@@ -140,6 +140,10 @@ def _loads(figures: Figures) -> Iterator[Verdict]:
     rows = (
         ("T5", "load", 0.8, "load", "raw"),
         ("T5", "load", None, "load new", "raw into new memory"),
+        ("T5", "load", 1 / 1.15, "load new digested", "the bare loop into new memory"),
+        ("T5", "into own", 1 / 1.15, "into digested", "the bare loop into memory that lies alike"),
+        ("T5", "into", None, "into digested", "the bare loop into memory that lies alike"),
+        ("T5", "load warm", 1 / 1.3, "load warm digested", "readinto with BLAKE3"),
         ("T5", "into", 0.95, "load", "raw"),
         ("T6", "verify", 0.95, "load", "raw"),
         ("T6", "verify", None, "load digested", "raw with BLAKE3"),

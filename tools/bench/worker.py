@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench.contestant import Background, Contestant
+from tools.bench.figures import cpu_of
 from tools.bench.loops import lost_share, new_step
 from tools.bench.peers import LIBRARIES
 from tools.bench.workload import Workload
@@ -49,9 +50,11 @@ class Worker:
             case "backgrounds":
                 return {"contestants": self._list_backgrounds()}
             case "act":
-                started = time.perf_counter()
-                self._contestants[key].actions[order["what"]](path)
-                return {order["what"]: time.perf_counter() - started}
+                what = order["what"]
+                started, used = time.perf_counter(), time.process_time()
+                self._contestants[key].actions[what](path)
+                used = time.process_time() - used
+                return {what: time.perf_counter() - started, cpu_of(what): used}
             case "fly":
                 return _fly(self._backgrounds[key], path, forward_s=order["forward_s"])
             case "loop":

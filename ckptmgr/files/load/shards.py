@@ -31,6 +31,7 @@ from ckptmgr.files.load.shard_files import OpenShards
 from ckptmgr.files.load.shard_pieces import StoredPiece, placed
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec, flat_memory
+from ckptmgr.io.arenas import new_array
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -68,7 +69,7 @@ class ShardedCheckpoint(OpenShards):
             specs: dict[str, TensorSpec] = {}
             for name, region in wanted.items():
                 spec, region, found = self._cover(name, region, rank)
-                arrays[name] = np.empty(region_shape(region), spec.dtype.to_numpy())
+                arrays[name] = new_array(region_shape(region), spec.dtype.to_numpy())
                 for task in found:
                     tasks.setdefault(task.stored.file_rank, []).append(task)
                 specs[name] = spec

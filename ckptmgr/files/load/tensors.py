@@ -21,6 +21,7 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec, flat_memory
+from ckptmgr.io.arenas import new_array
 from ckptmgr.io.scatter import Placement, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 
@@ -195,7 +196,7 @@ class CheckpointReader:
                 mapped = self._mapped.part(entry, skipped, shape)
             if mapped is not None:
                 return mapped
-        array: np.ndarray = np.empty(shape, entry.spec.dtype.to_numpy())
+        array = new_array(shape, entry.spec.dtype.to_numpy())
         placements = []
         target = flat_memory(array)
         for piece in entry.pieces:

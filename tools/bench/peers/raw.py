@@ -58,6 +58,9 @@ class Library:
                     "load new": self._disk.read_new,
                     "touch": lambda path: self._disk.touch_new(self._size_bytes),
                     "load digested": self._disk.read_digested,
+                    "load new digested": self._disk.read_new_digested,
+                    "into digested": self._disk.read_again_digested,
+                    "load warm digested": self._disk.read_cached_digested,
                     "load busy": self._read_beside_a_busy_processor,
                 },
             )

@@ -49,7 +49,7 @@ def _numpy_actions(state: State) -> dict[str, Action]:
         safetensors_numpy.save_file(bits, path)
         sync(path)
 
-    return {"save": save, "load": lambda path: touch(safetensors_numpy.load_file(path))}
+    return _actions(save, lambda path: touch(safetensors_numpy.load_file(path)))
 
 
 def _torch_actions(state: State) -> dict[str, Action]:
@@ -63,4 +63,8 @@ def _torch_actions(state: State) -> dict[str, Action]:
         safetensors_torch.save_file(tensors, path)
         sync(path)
 
-    return {"save": save, "load": lambda path: touch_tensors(safetensors_torch.load_file(path))}
+    return _actions(save, lambda path: touch_tensors(safetensors_torch.load_file(path)))
+
+
+def _actions(save: Action, load: Action) -> dict[str, Action]:
+    return {"save": save, "load": load, "load warm": load}
