@@ -85,7 +85,9 @@ class _Handlers:
             return
         is_noted = is_own and bool(self._watches)
         is_for_parent = not is_own and number == signal.SIGUSR1
-        if before == signal.SIG_DFL and not (is_noted or is_for_parent):
+        if before == signal.SIG_DFL and not (
+            is_noted or is_for_parent
+        ):  # pragma: no cover - its end
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 

@@ -36,5 +36,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return failed
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # pragma: no cover
     sys.exit(main())

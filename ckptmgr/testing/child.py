@@ -137,13 +137,9 @@ def main(spelling: str, order: str | None = None) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the program prints
     program = find_program(spelling)
-    if order is None and "torch" in sys.modules:
+    if order is None and "torch" in sys.modules:  # pragma: no cover - make kit
         import_module("torch._dynamo")  # the first step of an optimizer would, in each run
     if order is not None:
         carry_out(program, Run.from_json(order))
     else:
         serve(program, sys.stdin, answers)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -18,6 +18,7 @@ program without them still works. Rules, each found by failing:
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -26,8 +27,9 @@ from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
-from ckptmgr.training.loaders import LoaderParts
+from ckptmgr.training.loaders import LoaderParts, mark_of
 
+_LOG = logging.getLogger(__name__)
 _VERSION = 1
 _T = TypeVar("_T")
 
@@ -43,6 +45,7 @@ class _Pass:
     count: int = 0
     is_open: bool = True
     is_iterated: bool = True
+    mark: int | None = None
     start: Mapping[str, Any] = field(default_factory=dict)
 
     def to_state(self, at: _Place | None) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class _Pass:
         return {
             "is_open": self.is_open,
             "count": count,
+            "mark": self.mark if count == self.count else None,
             "start": dict(self.start) if self.is_open else None,
             "generators": self.parts.generators() if at is None else at.generators,
             "epochs": self._own_epochs(),
@@ -175,6 +179,7 @@ class DataState:
         try:
             for batch in iterator:
                 place.count += 1
+                place.mark = mark_of(batch)
                 yield batch
             if is_continued and place.count == first and _is_stateful(parts, stored):
                 # It may have drawn what the first run drew before the save.
@@ -219,12 +224,8 @@ class DataState:
         if has_state:
             parts.loader.load_state_dict(stored["loader"])
         iterator = iter(parts.loader)
-        skipped = count if has_state else sum(1 for _ in itertools.islice(iterator, count))
-        if skipped < count:
-            raise StateMismatch(
-                f"loader {name!r} gives {skipped} batches, but the run was saved after batch {count} of it",
-                hint="resume with the same data and the same batch size",
-            )
+        if not has_state:
+            _skip(iterator, count, mark=stored.get("mark"), name=name)
         self._put_back(parts, stored, name)
         return _Pass(parts, count=count, start=start), iterator
 
@@ -232,6 +233,25 @@ class DataState:
         """Set the generators as they were at the save."""
         _set_generators(parts, stored["generators"], name)
         self._random.load_state_dict(self._pending_random)
+
+
+def _skip(iterator: Iterator[Any], count: int, *, mark: int | None, name: str) -> None:
+    """Fetch the batches that were used; warn if the last one is another than it was."""
+    skipped, batch = 0, None
+    for batch in itertools.islice(iterator, count):  # noqa: B007 - the last one is looked at
+        skipped += 1
+    if skipped < count:
+        raise StateMismatch(
+            f"loader {name!r} gives {skipped} batches, but the run was saved after batch {count} of it",
+            hint="resume with the same data and the same batch size",
+        )
+    if mark is not None and mark_of(batch) != mark:
+        _LOG.warning(
+            "batch %d of loader %r is another than in the saved run, so the run does not go on bit for bit: the data is other "
+            "data, its order is drawn outside the pass, or from a generator that manager.batches(..., random=[...]) must name",
+            count,
+            name,
+        )
 
 
 def _is_stateful(parts: LoaderParts, stored: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState, load_state
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.training.loaders import mark_of
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 PER_EPOCH, LAST = 4, 10
@@ -133,7 +134,8 @@ Steps = list[list[float]]
 
 def step_of(batch: Any) -> list[float]:
     """Return what a step saw: its batch, and a draw from each global generator."""
-    seen = [*np.asarray(batch).tolist(), random.random(), float(np.random.random())]
+    rows = batch["x"][0] if isinstance(batch, dict) else batch
+    seen = [*np.asarray(rows).tolist(), random.random(), float(np.random.random())]
     if torch := sys.modules.get("torch"):
         seen.append(float(torch.rand(())))
     return seen
@@ -371,6 +373,70 @@ def test_loader_with_other_generators_is_refused(tmp_path: Path) -> None:
         said = r"draws from no generator, but the checkpoint has loader.rng \(numpy.Generator"
         with pytest.raises(StateMismatch, match=said):
             list(manager.batches([1, 2]))
+
+
+def test_order_that_was_drawn_outside_the_pass_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(last: int) -> None:
+        with saving(tmp_path) as manager:
+            train(
+                [{"x": (part,)} for part in np.split(np.random.permutation(12), 4)], last, manager
+            )
+
+    run(2)
+    run(3)
+    assert "batch 2 of loader 'batches' is another than in the saved run" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [5, "text", [], np.array(["a"]), [[[[np.ones(1)]]]]], ids=repr)
+def test_batch_without_numbers_has_no_mark(batch: object) -> None:
+    assert mark_of(batch) is None
+
+
+def test_loader_of_torch_with_a_state_begins_the_next_pass_without_it(tmp_path: Path) -> None:
+    torch: Any = pytest.importorskip("torch")
+    loaded: list[object] = []
+
+    class Loader(torch.utils.data.DataLoader):  # type: ignore[misc, name-defined]
+        def state_dict(self) -> dict[str, int]:
+            return {"n": 1}
+
+        def load_state_dict(self, state: object) -> None:
+            loaded.append(state)
+
+    for _ in range(2):
+        with saving(tmp_path) as manager:
+            manager.resume({"n": 1})
+            assert len(list(manager.batches(Loader(range(4))))) == 4
+            manager.save(1, {"n": 1})
+    assert loaded == []
+
+
+def test_loader_with_a_state_gets_it_also_between_passes(tmp_path: Path) -> None:
+    for epoch in (1, 2):
+        loader = Stateful()
+        with saving(tmp_path) as manager:
+            manager.resume({"n": 1})
+            list(manager.batches(loader))
+            manager.save(epoch, {"n": 1})
+        assert loader.epoch == epoch
+
+
+def test_epoch_of_a_part_without_a_number_is_only_set(tmp_path: Path) -> None:
+    class Silent:
+        epochs: list[int] = []  # noqa: RUF012 - of all
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2])
+
+    with saving(tmp_path) as manager:
+        assert list(manager.batches(Silent(), epoch=4)) == [1, 2]
+        manager.save(1, {"n": 1})
+    assert Silent.epochs == [4]
 
 
 def test_two_loaders_at_a_time_need_names(tmp_path: Path) -> None:

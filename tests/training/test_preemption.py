@@ -16,6 +16,8 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager, Never, RanksOutOfStep, SaveHandle
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.io.stop_signals import StopWatch
 from ckptmgr.parallel.joint_stop import JointStop
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.training.preemption import Preemption
@@ -195,6 +197,39 @@ def test_ranks_that_count_other_steps_are_told() -> None:
 
     errors = [one.raised for one in run_ranks(meeting, run)]
     assert [type(error) for error in errors] == [RanksOutOfStep] * 2
+
+
+def test_ranks_that_are_threads_stop_together_within_the_grace(tmp_path: Path) -> None:
+    meeting, watch = Meeting(2), StopWatch()  # only the main thread can have a handler
+
+    def run(rank: int) -> int:
+        manager = CheckpointManager(tmp_path, SELDOM, grace=0.5, coordinator=Seat(meeting, rank))
+        step = 0
+        with manager:
+            while not manager.should_stop:
+                step += 1
+                if rank == 1 and step == 3:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                manager.step_end(step, {"n": step})
+        return step
+
+    try:
+        steps = [one.result for one in run_ranks(meeting, run)]
+    finally:
+        watch.close()
+    assert steps[0] == steps[1] is not None
+    newest = CheckpointManager(tmp_path).checkpoints()[-1]
+    assert (newest.step, newest.why) == (steps[0], "preempted")
+
+
+def test_answer_of_a_rank_that_is_none_is_refused() -> None:
+    class Odd(Seat):
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            return [{"ok": "yes"}]
+
+    joint = JointStop(Odd(Meeting(1), 0), timeout_s=5.0, interval_s=1.0)
+    with pytest.raises(RanksOutOfStep, match="a rank answers 'yes' about the stop"):
+        joint.decide(1, is_wanted=False)
 
 
 def test_processes_of_a_job_stop_and_save_together_when_one_is_signalled(tmp_path: Path) -> None:
