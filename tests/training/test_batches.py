@@ -398,7 +398,7 @@ def test_loader_of_torch_with_a_state_begins_the_next_pass_without_it(tmp_path: 
     torch: Any = pytest.importorskip("torch")
     loaded: list[object] = []
 
-    class Loader(torch.utils.data.DataLoader):  # type: ignore[misc, name-defined]
+    class Loader(torch.utils.data.DataLoader):  # type: ignore[misc]
         def state_dict(self) -> dict[str, int]:
             return {"n": 1}
 
