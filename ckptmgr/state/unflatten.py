@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -153,13 +153,17 @@ class Unflattener:
 
     def _tie(self, number: Node) -> None:
         """Replace the last value with the first one of the same number."""
-        if type(number) is not int or not 0 <= number < self._node_count or not self._stack:
-            raise TreeError(f"a value is shared as {number!r}")
+        if not self._is_shared_number(number) or not self._stack:
+            raise TreeError(f"a value is shared as {shown(number)}")
         last = self._stack[-1]
         first = self._ties.setdefault(number, last)
         if type(first.value) is not type(last.value):
             raise TreeError(f"the values that are shared as {number} are of several types")
         self._push(first)
+
+    def _is_shared_number(self, number: Node) -> TypeGuard[int]:
+        """Return whether a number can be that of a shared value; of larger ones the hashes may be equal."""
+        return type(number) is int and 0 <= number < self._node_count
 
     def _push(self, built: _Built) -> None:
         """Replace the last value; refuse shared ones that contain each other again and again."""
@@ -265,13 +269,15 @@ class Unflattener:
             if plain is not None:
                 return plain
         shared = body.get("shared")
-        if type(shared) is int and shared in self._shared:
+        if shared is not None and not self._is_shared_number(shared):
+            raise TreeError(f"a leaf is shared as {shown(shared)}")
+        if shared in self._shared:
             return self._shared[shared]
         build = self._array if kind == "array" else self._tensor
         name = self._load(body["tensor"])
         value: object = _guarded(f"tensor {name!r}", lambda: build(body))
         self._note(value, name, is_whole="offset" not in body and "shared" not in body)
-        if type(shared) is int:
+        if shared is not None:
             self._shared[shared] = value
         return value
 

@@ -80,6 +80,13 @@ def test_shared_values_that_nest_each_other_too_deep_are_refused() -> None:
         decode(*nodes, {"list": 1201})
 
 
+@pytest.mark.parametrize("number", [-1, 1, MODULUS, "a", [0]])
+def test_number_of_a_shared_leaf_beyond_the_nodes_is_refused(number: object) -> None:
+    leaf = {"tensor": "w", "dtype": "<f4", "shape": [1], "shared": number}
+    with pytest.raises(TreeError, match="a leaf is shared as"):
+        decode({"array": leaf})
+
+
 @pytest.mark.parametrize("number", [-1, 2, MODULUS, 2**53])
 def test_number_of_a_shared_value_beyond_the_nodes_is_refused(number: int) -> None:
     with pytest.raises(TreeError, match="is shared as"):
