@@ -6,7 +6,9 @@ not at contents; so the newest checkpoint that would stay is verified before an 
 damaged one does not count, and the rules are applied again.
 
 `carry_out` takes the leases of its series, plans it again, and stops where the plan differs from the
-proposed one. Dropped checkpoints go to the trash; a later prune removes them after a grace time.
+proposed one. Just before the first file goes it looks once more at the checkpoints that stay: their
+names are not held, so one may be gone or saved again. Dropped checkpoints go to the trash; a later
+prune removes them after a grace time, while the intact ones outside are still there.
 """
 
 from __future__ import annotations
