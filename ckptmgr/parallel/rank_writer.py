@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ckptmgr.core.errors import SaveFailed, StoreLocked
-from ckptmgr.core.model import Checkpoint, Plan
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT
 from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
@@ -27,6 +27,7 @@ from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped
+from ckptmgr.series.followed_history import Retained
 from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import RankFiles
@@ -253,7 +254,7 @@ class RankWriter(SeriesWriter):
         self.run_id = begun.run_id
         return begun
 
-    def retain(self, policy: RetentionPolicy) -> Plan | None:
+    def retain(self, policy: RetentionPolicy) -> Retained | None:
         """Apply a retention policy and remove uncommitted files, on rank 0."""
         if not self.is_first:
             return None

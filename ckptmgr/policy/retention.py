@@ -137,6 +137,11 @@ def _is_unranked(rule: Rule, countable: Sequence[Checkpoint]) -> bool:
     return isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable)
 
 
+def order_key(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], datetime, str]:
+    """Return the place of a checkpoint among others, oldest first; no two paths have the same."""
+    return (checkpoint.order, as_utc(checkpoint.saved_at), str(checkpoint.path))
+
+
 def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[list[Checkpoint]]:
     # The last key makes the order total, so that the order of the input cannot matter. The repr is
     # slow, and only a path that occurs twice needs it.

@@ -53,7 +53,7 @@ class Within(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class _PerPeriod(Rule):
+class PerPeriod(Rule):
     """Keep the newest checkpoint of each of the `count` newest periods (UTC) that have one.
 
     As in restic, periods without a checkpoint do not count, and when the history has fewer periods
@@ -107,7 +107,7 @@ class _PerPeriod(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Hourly(_PerPeriod):
+class Hourly(PerPeriod):
     """Keep the newest checkpoint of each of the `count` newest hours (UTC) that have one."""
 
     NAME: ClassVar[str] = "hourly"
@@ -118,7 +118,7 @@ class Hourly(_PerPeriod):
 
 
 @dataclass(frozen=True, slots=True)
-class Daily(_PerPeriod):
+class Daily(PerPeriod):
     """Keep the newest checkpoint of each of the `count` newest days (UTC) that have one."""
 
     NAME: ClassVar[str] = "daily"
@@ -129,7 +129,7 @@ class Daily(_PerPeriod):
 
 
 @dataclass(frozen=True, slots=True)
-class Weekly(_PerPeriod):
+class Weekly(PerPeriod):
     """Keep the newest checkpoint of each of the `count` newest ISO weeks (UTC) that have one."""
 
     NAME: ClassVar[str] = "weekly"
@@ -141,7 +141,7 @@ class Weekly(_PerPeriod):
 
 
 @dataclass(frozen=True, slots=True)
-class Monthly(_PerPeriod):
+class Monthly(PerPeriod):
     """Keep the newest checkpoint of each of the `count` newest months (UTC) that have one."""
 
     NAME: ClassVar[str] = "monthly"

@@ -39,6 +39,7 @@ from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
+from ckptmgr.series.followed_history import FollowedHistory, Retained, RetentionBasis
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
@@ -123,6 +124,7 @@ class SeriesWriter:
         self._monotonic = monotonic
         self._pause = pause
         self._observers = observers
+        self._followed = FollowedHistory(store)
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
@@ -132,6 +134,7 @@ class SeriesWriter:
         """Create new locks, for a forked child: a thread of the parent may hold the old ones."""
         # Reentrant: a signal handler may save in the middle of a save.
         self._opening = threading.RLock()
+        self.store.catalogue.forget_parent()
         # Held by retention from the plan to the last removal, and by a change of pins.
         self.changing = threading.RLock()
         self._has_said_unranked = False
@@ -194,6 +197,7 @@ class SeriesWriter:
     def _open(self) -> None:
         self._take_lease()
         self._holder = os.getpid()
+        self.store.follow()
         sentences = self.clean_up()
         for sentence in sentences:
             _LOG.warning("%s: %s", self.store.directory, sentence)
@@ -235,6 +239,7 @@ class SeriesWriter:
         """Release the lease."""
         with defer_signals(), self._opening:
             self._holder = None
+            self.store.catalogue.stop()
             self._lease.close()
 
     def start_anew(self) -> None:
@@ -275,7 +280,9 @@ class SeriesWriter:
         """
         self.open()
         options = job.options or self.options
-        present = self.store.scan()
+        last = self._last_saved
+        near = None if last is None else self.store.scan_near(job.facts.step, last.sequence)
+        present = self.store.scan() if near is None else near
         name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
         facts = replace(job.facts, attempt=attempt)
         draft = self.draft(name, options, facts, place=self.next_place(facts, present))
@@ -384,13 +391,12 @@ class SeriesWriter:
             for c in present
             if c.run_id in lineage
         ]
-        return [
-            c
-            if (problem := self._damaged.get((c.path, c.id))) is None
-            # A listing checks only names and sizes.
-            else replace(c, state=State.CORRUPT, problem=problem)
-            for c in own
-        ]
+        return [self._known(c) for c in own] if self._damaged else own
+
+    def _known(self, listed: Checkpoint) -> Checkpoint:
+        """Return a listed checkpoint with its known damage: a listing checks only names and sizes."""
+        problem = self._damaged.get((listed.path, listed.id))
+        return listed if problem is None else replace(listed, state=State.CORRUPT, problem=problem)
 
     def planned(self, policy: RetentionPolicy) -> Plan:
         """Return the plan of a retention policy for the checkpoints of this run.
@@ -398,22 +404,46 @@ class SeriesWriter:
         Raises:
             UnsafePrune: The policy is refused.
         """
-        return self._planned(policy, self.store.scan())
+        return self._judged(policy, self._own(self.store.scan()))[0]
 
-    def _planned(self, policy: RetentionPolicy, present: Sequence[Checkpoint]) -> Plan:
+    def _judged(
+        self, policy: RetentionPolicy, own: Sequence[Checkpoint]
+    ) -> tuple[Plan, RetentionPolicy]:
+        """Return the plan for a history, and the policy that could be applied."""
+        applied, changed = without_unranked(own, policy)
+        decided = plan(own, applied, self._utc_now(), protected=self._protected())
+        if changed is not None and decided.dropped and not self._has_said_unranked:
+            self._has_said_unranked = True
+            _LOG.warning("retention: %s", changed)
+        return decided, applied
+
+    def _decided(self, policy: RetentionPolicy) -> Retained:
+        basis = RetentionBasis(policy=policy, lineage=self.own_runs, damaged=len(self._damaged))
+        protected = self._protected()
+        found = self._followed.dropped(basis, self._known, self._utc_now(), protected=protected)
+        if found is not None:
+            return found
+        present = self.store.scan()
+        own = self._own(present)
+        decided, applied = self._judged(policy, own)
+        if applied is policy or self._has_said_unranked:
+            whole = [c for c in present if c.run_id in basis.lineage and c.state is State.OK]
+            listed = [self._known(one) for one in whole]
+            self._followed.begin(basis, applied, listed, decided, protected=protected)
+        # The newest alone: looking at each of many would take longer than the save.
+        needed = [one for one in decided.kept if one.is_countable][:1]
+        return Retained(decided.dropped, len(decided.kept), needed, present)
+
+    def _utc_now(self) -> datetime:
+        return datetime.fromtimestamp(self._clock(), UTC)
+
+    def _protected(self) -> dict[Path, str]:
         protected = {}
         if self.resumed_from is not None:
             protected[self.resumed_from.path] = "resumed from"
         if self._last_saved is not None:
             protected[self._last_saved.path] = "saved last"
-        now = datetime.fromtimestamp(self._clock(), UTC)
-        own = self._own(present)
-        applied, changed = without_unranked(own, policy)
-        decided = plan(own, applied, now, protected=protected)
-        if changed is not None and decided.dropped and not self._has_said_unranked:
-            self._has_said_unranked = True
-            _LOG.warning("retention: %s", changed)
-        return decided
+        return protected
 
     def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         """Add metrics to a committed checkpoint, on rank 0; log a failure."""
@@ -430,19 +460,18 @@ class SeriesWriter:
         except (CkptmgrError, OSError) as error:
             _LOG.warning("the metrics %s are not noted: %s", dict(metrics), error)
 
-    def retain(self, policy: RetentionPolicy) -> Plan | None:
+    def retain(self, policy: RetentionPolicy) -> Retained | None:
         """Apply a retention policy to the checkpoints of this run, only after a durable save.
+
+        Returns None if the policy was refused or the directory cannot be listed.
 
         A failed removal is logged and not raised, because the save succeeded.
         """
         started = time.perf_counter()
         try:
             with defer_signals(), self.changing:
-                present = self.store.scan()
-                decided = self._planned(policy, present)
-                # The newest alone: looking at each of many would take longer than the save.
-                needed = [one for one in decided.kept if one.is_countable][:1]
-                failures = self._remove(decided.dropped, present, needed=needed)
+                decided = self._decided(policy)
+                failures = self._remove(decided.dropped, decided.present, needed=decided.needed)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             self._observers.emit("prune", error, path=self.store.directory, series=self.series)
@@ -476,7 +505,9 @@ class SeriesWriter:
         for failure in failures:
             _LOG.warning("replaced emergency saves: %s", failure)
 
-    def _tell_pruned(self, decided: Plan, failures: Sequence[Exception], *, seconds: float) -> None:
+    def _tell_pruned(
+        self, decided: Retained, failures: Sequence[Exception], *, seconds: float
+    ) -> None:
         self._observers.emit(
             "prune",
             failures[0] if failures else None,
@@ -484,9 +515,9 @@ class SeriesWriter:
             series=self.series,
             seconds=seconds,
             figures={
-                "kept": len(decided.kept),
+                "kept": decided.kept,
                 "dropped": len(decided.dropped),
-                "freed_bytes": decided.freed_bytes,
+                "freed_bytes": sum(one.size_bytes for one in decided.dropped),
             },
             notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
         )

@@ -7,7 +7,7 @@ ranks that no manifest names; it lacks MindSpore's strategy files, whose names e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -239,6 +239,18 @@ def listed(
             return found
 
 
+def list_entries(
+    files: ManifestReader,
+    processes: Processes,
+    entries: Mapping[str, FileStatus],
+    known: CachedListing,
+    *,
+    others: Collection[Checkpoint],
+) -> list[Checkpoint]:
+    """Return the checkpoints of some entries; `others` are whole ones, which need no other file."""
+    return _Listing(files, processes, entries, known, others=others).run()
+
+
 def listed_alone(files: ManifestReader, processes: Processes, name: str) -> Checkpoint | None:
     """Return the checkpoint under one name, or None; without the files of ranks.
 
@@ -264,6 +276,7 @@ class _Listing:
         known: CachedListing,
         *,
         is_alone: bool = False,
+        others: Collection[Checkpoint] = (),
     ) -> None:
         self._files = files
         self._processes = processes
@@ -272,6 +285,7 @@ class _Listing:
         self._temps = [name for name in entries if parse_temp(name) is not None]
         self._known = known
         self._is_alone = is_alone
+        self._others = others
 
     def run(self) -> list[Checkpoint]:
         entries = self._entries
@@ -291,7 +305,9 @@ class _Listing:
                     found.append(self._without_manifest(name, status))
             elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
-        found += [self._without_data(one, found) for one in lone]
+        if lone:
+            present = [*found, *self._others]
+            found += [self._without_data(one, present) for one in lone]
         return [*number_bare_steps(found), *unnamed_shards(self._directory, entries, found)]
 
     def _is_strategy(self, path: Path) -> bool:

@@ -66,4 +66,4 @@ def _largest(
             number(checkpoint),
             MAX_LEAD,
         )
-    return max((number(c) for c in claims if number(c) <= floor + MAX_LEAD), default=floor)
+    return max([floor, *(number(c) for c in claims if number(c) <= floor + MAX_LEAD)])

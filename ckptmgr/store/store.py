@@ -45,6 +45,7 @@ from ckptmgr.io.leases import Leases, Processes, ProcProcesses
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.space_errors import explain_errors
+from ckptmgr.store.catalogue import Changes, KeptCatalogue
 from ckptmgr.store.listing import listed, listed_alone
 from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
@@ -72,6 +73,7 @@ class Store:
         clock: Seconds since the epoch by the clock of the disk; for the age of leftovers.
 
     Attributes:
+        catalogue: The listing in memory.
         leases: The leases that are held through this store.
         publisher: Creates the files of the directory.
         is_on_real_disk: Whether another process that opens the directory sees the same.
@@ -97,6 +99,24 @@ class Store:
         self.leases: Leases = self.manifests.leases
         self.publisher = Publisher(self.manifests)
         self._seen = ManifestCache()
+        self.catalogue = KeptCatalogue(self.manifests, self.processes)
+
+    def follow(self) -> None:
+        """Keep the listing in memory from now on, where that pays; see `catalogue`."""
+        if self.is_on_real_disk:
+            self.catalogue.follow()
+
+    def scan_near(self, step: int, sequence: int) -> list[Checkpoint]:
+        """Return at least those of a step, those of commit `sequence` and later, and all not whole.
+
+        They decide name, number and predecessor of a save whose run has committed `sequence`.
+        """
+        near = self.catalogue.near(step, sequence, self._seen)
+        return self.scan() if near is None else near
+
+    def changes(self) -> Changes | None:
+        """Return what any process changed since the last call; None where that is not known."""
+        return self.catalogue.changes(self._seen)
 
     def scan(self) -> list[Checkpoint]:
         """Return every checkpoint of the directory, finished or not, in no particular order.
@@ -104,6 +124,9 @@ class Store:
         Damage does not raise: damaged and half-written checkpoints are returned with their state
         and problem. Reads manifests only, and each again only when its file changes.
         """
+        found = self.catalogue.listed(self._seen)
+        if found is not None:
+            return found
         return listed(self.manifests, self.processes, self._seen, now_s=self.clock())
 
     def scan_for(self, series: str | None) -> list[Checkpoint]:

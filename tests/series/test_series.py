@@ -20,7 +20,7 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.numbering import next_attempt
 from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved
 from tests.support.crashmodel import FailingDisk, ModelDisk
-from tests.support.damage import manifest_of, truncate
+from tests.support.damage import manifest_of, put, truncate
 from tests.support.strategies import named_tensor
 
 KEEP_ONE = RetentionPolicy((Last(1),))
@@ -168,3 +168,12 @@ def test_next_attempt_counts_damaged_ones_but_no_foreign_files() -> None:
     disk.unlink(RUNS / manifest_of(name_of(1)))
     disk.replace(RUNS / name_of(1), RUNS / "net-1_1.ckpt")
     assert next_attempt(Trainer(disk).store().scan(), 1, trust=Trust()) == 0
+
+
+def test_number_of_the_last_save_is_not_used_again_when_its_manifest_is_unreadable() -> None:
+    disk = ModelDisk()
+    series = writer(disk)
+    save(series, 1)
+    save(series, 2)
+    put(disk, RUNS / manifest_of("net-2.ckpt"), b"{}")
+    assert save(series, 3).sequence == 3

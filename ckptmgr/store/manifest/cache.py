@@ -43,17 +43,28 @@ class ManifestCache:
         """Replace the cached values by those of a listing."""
         self._seen = listing.found
 
+    def __len__(self) -> int:
+        """Return how many checkpoints are cached."""
+        return len(self._seen)
+
 
 class CachedListing:
-    """The cache during one listing; `found` holds its values."""
+    """The cache during one listing; `found` holds its values.
+
+    Files that changed after `before_ns` are not cached; None where each change is reported.
+    """
 
     def __init__(
-        self, seen: Mapping[str, _Seen], entries: Mapping[str, FileStatus], *, before_ns: int
+        self, seen: Mapping[str, _Seen], entries: Mapping[str, FileStatus], *, before_ns: int | None
     ) -> None:
         self._seen = seen
         self._entries = entries
         self._before_ns = before_ns
         self.found: dict[str, _Seen] = {}
+
+    def without_age(self) -> CachedListing:
+        """Return the same cache for files of which each change is reported from now on."""
+        return CachedListing(self._seen, self._entries, before_ns=None)
 
     def get(self, name: str) -> Checkpoint | None:
         """Return the cached checkpoint of a manifest unless one of its files changed."""
@@ -68,7 +79,9 @@ class CachedListing:
         files = {}
         for file in (name, *data_names):
             status = self._entries.get(file)
-            if status is None or status.changed_ns is None or status.changed_ns > self._before_ns:
+            if status is None or status.changed_ns is None:
+                return
+            if self._before_ns is not None and status.changed_ns > self._before_ns:
                 return
             files[file] = status
         self.found[name] = _Seen(files, checkpoint)
