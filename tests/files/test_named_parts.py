@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import io
+from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from ckptmgr import (
     CheckpointConfig,
@@ -26,7 +29,9 @@ from ckptmgr.core.errors import (
     UnsupportedCheckpoint,
     UnsupportedState,
 )
+from ckptmgr.formats.tensor import PackedArray
 from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.state.part import part_of
 from ckptmgr.state.paths import StateMismatch
 from tests.parallel.ranks import Meeting, Seat
 from tests.support.saved import flip
@@ -35,6 +40,11 @@ from tests.support.surface import Loop
 torch = pytest.importorskip("torch")
 
 KEY = bytes(range(16))
+
+
+class Point(NamedTuple):
+    x: int
+    y: np.ndarray
 
 
 def training(seed: int = 0) -> dict[str, Any]:
@@ -117,9 +127,9 @@ def test_load_checkpoint_fills_a_network_with_its_part_of_a_manager_file(
 
 
 def test_part_is_loaded_beside_a_damaged_one(tmp_path: Path) -> None:
-    state = {"net": {"w": np.arange(3.0)}, "big": {"b": np.zeros(17 << 20, np.uint8)}}
+    state = {"net": {"w": np.arange(3.0)}, "big": {"b": np.zeros(40 << 20, np.uint8)}}
     path = save_state(state, tmp_path / "x.safetensors").path
-    flip(path, path.stat().st_size - 1000)
+    flip(path, path.stat().st_size // 2)  # the digest range in the middle of three
     assert load_state(path, only="net")["net"]["w"].tolist() == [0, 1, 2]  # type: ignore[index]
     assert load_checkpoint(path, only="net")["w"].tolist() == [0, 1, 2]
     with pytest.raises(CorruptCheckpoint):
@@ -306,3 +316,49 @@ def test_part_of_an_encrypted_file_needs_the_key(tmp_path: Path) -> None:
     )
     with pytest.raises(KeyProblem):
         load_state(path, only="net")
+
+
+def test_parts_of_every_kind_of_value_are_cut_at_their_borders(tmp_path: Path) -> None:
+    indices, values = torch.tensor([[0, 1]]), torch.ones(2)
+    state = {
+        "sparse": torch.sparse_coo_tensor(indices, values, (2,), check_invariants=False),
+        "point": Point(1, np.ones(2)),
+        "queue": deque([1, 2], maxlen=3),
+        "bytes": b"x" * 10_000,
+        "empty": {},
+        "last": "end",
+        3: "no name",
+    }
+    save_state(state, tmp_path / "x.ckpt")
+    for name in ("point", "queue", "bytes", "empty", "last"):
+        found = load_state(tmp_path / "x.ckpt", only=name)
+        assert isinstance(found, dict)
+        assert list(found) == [name]
+    assert load_state(tmp_path / "x.ckpt", only=["last", "queue"]) == {
+        "last": "end",
+        "queue": deque([1, 2], maxlen=3),
+    }
+    sparse = load_state(tmp_path / "x.ckpt", only="sparse")["sparse"]  # type: ignore[index]
+    assert sparse.to_dense().tolist() == [1, 1]
+
+
+def test_packed_elements_are_refused_for_a_framework(tmp_path: Path) -> None:
+    packed = PackedArray(dtype="F4", shape=(2,), data=np.ones(1, np.uint8))
+    save_checkpoint({"w": packed}, tmp_path / "x.safetensors", format="safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match="'w' has packed elements"):
+        load_checkpoint(tmp_path / "x.safetensors", framework="pt")
+
+
+def test_bytes_io_that_does_not_fit_a_module_is_refused_without_a_path() -> None:
+    content = io.BytesIO(safetensors.numpy.save({"a": np.ones(2)}))
+    with pytest.raises(StateMismatch, match=r"^the checkpoint does not fit this network"):
+        load_checkpoint(content, net=torch.nn.Linear(3, 2), format="safetensors")
+
+
+def test_load_refuses_damaged_skeleton_in_a_part() -> None:
+    for skeleton in ('{"version":1,"nodes":[]}', '{"version":1,"nodes":["a",1,[]]}'):
+        with pytest.raises(StateMismatch, match="this state is no dict"):
+            part_of(skeleton, ["a"])
+    for root in ('{"dict":9}', '{"dict":-1}', '{"dict":"x"}', '{"namedtuple":3}'):
+        with pytest.raises(StateMismatch):
+            part_of(f'{{"version":1,"nodes":["a",{{"namedtuple":3}},{root}]}}', ["b"])

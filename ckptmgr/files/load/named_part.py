@@ -102,18 +102,14 @@ def converted(name: str, value: Any, framework: str) -> Any:
         return value
     if isinstance(value, MapArrays):
         return MapArrays(*(converted(name, one, framework) for one in value))
-    hint = "load it with framework='np' and convert it"
-    if isinstance(value, PackedArray) or not isinstance(value, np.ndarray):
-        raise UnsupportedCheckpoint(f"{name!r} has packed elements", hint=hint)
+    if isinstance(value, PackedArray):
+        raise UnsupportedCheckpoint(
+            f"{name!r} has packed elements", hint="load it with framework='np' and convert it"
+        )
     if framework == "pt":
         from ckptmgr.state.arrays import torch_tensor
 
-        try:
-            return torch_tensor(np.require(value, requirements=["C", "W"]))
-        except AttributeError:
-            raise UnsupportedCheckpoint(
-                f"{name!r} is {value.dtype.name}, which torch does not have", hint=hint
-            ) from None
+        return torch_tensor(np.require(value, requirements=["C", "W"]))
     import jax.numpy as jnp
 
     found = jnp.asarray(value)
