@@ -22,6 +22,7 @@ from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run, run_json
 from tests.faults.training import ModelProcesses
+from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
 from tests.support.surface import Loop
 
@@ -315,6 +316,28 @@ def test_callbacks_that_were_not_resumed_are_lines_of_their_own(tmp_path: Path) 
     assert resumed is not None
     assert resumed.checkpoint.name == "net_1-1_1.ckpt"
     assert "reaches step 3 (net-1_3.ckpt)" in (resumed.doubt or "")
+
+
+def test_ranks_warn_once_and_resume_the_forgotten_run_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train_ranks(steps: Iterable[int], *, resumes: bool = False) -> list[int]:
+        def work(rank: int) -> int:
+            with CheckpointManager(tmp_path, coordinator=Seat(meeting, rank)) as manager:
+                found = manager.resume({"step": 0, "rank": rank}) if resumes else None
+                for step in steps:
+                    manager.save(step, {"step": step, "rank": rank})
+                return 0 if found is None else found.step
+
+        meeting = Meeting(2)
+        return [one.must() for one in run_ranks(meeting, work)]
+
+    train_ranks([900, 1000])
+    with caplog.at_level(logging.WARNING):
+        train_ranks([100])
+    assert sum("was not resumed" in one.getMessage() for one in caplog.records) == 1
+    assert train_ranks([1100], resumes=True) == [1000, 1000]
+    assert train_ranks([], resumes=True) == [1100, 1100]
 
 
 # How a run starts, its first step, its saves, and its policy.

@@ -1058,3 +1058,21 @@ def test_newest_of_which_a_file_is_missing_is_passed_over_and_told(tmp_path: Pat
     assert [one.checkpoint.name for one in reader.skipped] == ["ckpt-2.shards"]
     assert reader.doubt is not None
     assert "ckpt-2.0-of-1." in reader.doubt
+
+
+def test_run_that_was_not_loaded_warns_and_the_older_one_stays_the_newest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1000, 100):
+        with StorageWriter(tmp_path, step=step) as writer:
+            dcp.save({"w": torch.full((2,), float(step))}, storage_writer=writer)
+            own = {"w": torch.zeros(2)}
+            dcp.load(own, storage_reader=StorageReader(tmp_path))
+            assert own["w"][0].item() == step  # in the process of the run, its own
+    (warning,) = (one.getMessage() for one in caplog.records if "not resumed" in one.getMessage())
+    assert warning.endswith(
+        "load it before the first step; to begin beside it on purpose, give another prefix"
+    )
+    later = {"w": torch.zeros(2)}
+    dcp.load(later, storage_reader=StorageReader(tmp_path))
+    assert later["w"][0].item() == 1000
