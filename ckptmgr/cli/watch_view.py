@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 SCHEMA = "ckptmgr.watch/1"
-TICK_S = 5.0
+TICK_S = 10.0
 """How often the live table is drawn again while nothing happens: it shows ages."""
-_STYLES = {"alarm": "bold red", "cleared": "green", "note": "yellow"}
-_EVENT_WIDTH = len("verified")
+_STYLES = {"alarm": "bold red", "cleared": "green", "note": "yellow", "quarantined": "yellow"}
+_EVENT_WIDTH = len("quarantined")
 _HEADER = ("SERIES", "STEP", "SAVED", "EVERY", "WRITE", "FREE", "FULL IN", "STATE")
 _LEAST_NAME = 8
 _GAP = "  "
@@ -179,8 +179,14 @@ class TableView:
     def refresh(self) -> None:
         """Draw the table."""
         live = self._started()
-        width = live.console.width
-        lines = table_lines(self._rows(), self._now(), width=width, has_several=self._has_several)
+        width, height = live.console.size
+        lines = table_lines(
+            self._rows(),
+            self._now(),
+            width=width,
+            height=height - 1,
+            has_several=self._has_several,
+        )
         live.update(self._text(lines), refresh=True)
 
     def close(self) -> None:
@@ -194,6 +200,7 @@ class TableView:
 
             self._live = Live(
                 console=_console(self._output),
+                vertical_overflow="crop",
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
@@ -227,10 +234,13 @@ def _console(output: Output) -> Console:
 
 
 def table_lines(
-    rows: Sequence[SeriesRow], now: datetime, *, width: int, has_several: bool
+    rows: Sequence[SeriesRow], now: datetime, *, width: int, height: int, has_several: bool
 ) -> list[list[Cell]]:
-    """Return the lines of the table, none wider than `width`; rows with alarms come first."""
+    """Return the lines of the table, which fit the terminal; rows with alarms come first."""
     ordered = sorted(rows, key=lambda row: not row.alarms)
+    room = max(1, height - 1)
+    more = len(ordered) - room + 1 if len(ordered) > room else 0
+    ordered = ordered[: len(ordered) - more]
     table = [[Cell(name, "bold") for name in _HEADER]]
     table += [_cells(row, now, has_several=has_several) for row in ordered]
     widths = [max(len(escape(line[i].text)) for line in table) for i in range(len(_HEADER))]
@@ -246,7 +256,7 @@ def table_lines(
             left -= len(text)
             cells.append(Cell(text, cell.style))
         lines.append(cells)
-    return lines
+    return [*lines, [Cell(f"and {more} more"[:width])]] if more else lines
 
 
 def _cells(row: SeriesRow, now: datetime, *, has_several: bool) -> list[Cell]:

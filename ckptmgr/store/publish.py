@@ -34,7 +34,7 @@ from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.reader import ManifestContent
 
 # Room for the manifest and the directory blocks, beside the data.
-_SPACE_MARGIN_BYTES = 1 << 20
+SPACE_MARGIN_BYTES = 1 << 20
 
 
 class Replaced(NamedTuple):
@@ -210,7 +210,7 @@ class Publisher:
     def check_space(self, size_bytes: int) -> None:
         """Raise StoreFull unless the disk has room for a file of `size_bytes`."""
         free = self._fs.free_bytes(self._directory)
-        needed = size_bytes + _SPACE_MARGIN_BYTES
+        needed = size_bytes + SPACE_MARGIN_BYTES
         if free is not None and free < needed:
             raise not_enough_space(self._directory, needed, free)
 

@@ -116,7 +116,7 @@ def throw_away(
         OSError: The folder cannot be created, or the directories cannot be synced.
     """
     store.check_not_all(checkpoints, store.scan())
-    _check_trash(store)
+    _check_folder(store, into.parent)
     with (
         _new_batch(store, into),
         defer_signals(),
@@ -134,7 +134,7 @@ def _new_batch(store: Store, into: Path) -> Iterator[None]:
     """Create the folder of a batch if it is missing, and hold it."""
     with store.fs.hold_directory(store.directory):
         store.fs.make_directory(into.parent, mode=0o700)
-        with held_trash(store.fs, store.directory):
+        with held_trash(store.fs, store.directory, name=into.parent.name):
             store.fs.make_directory(into, mode=0o700)
             with held_batch(store.fs, into):
                 yield
@@ -289,11 +289,11 @@ def _move_all(
     return failures, moved
 
 
-def _check_trash(store: Store) -> None:
-    status = store.fs.status(store.directory / TRASH_NAME)
+def _check_folder(store: Store, folder: Path) -> None:
+    status = store.fs.status(folder)
     if status is not None and not status.is_directory:
         raise UnsafePrune(
             "is not a directory, so nothing can be put there",
-            path=store.directory / TRASH_NAME,
+            path=folder,
             hint="remove it; a trash elsewhere is not supported",
         )

@@ -17,25 +17,28 @@ from ckptmgr.io.filesystem import FileSystem
 
 TRASH_NAME = ".ckptmgr-trash"
 DEFAULT_GRACE = timedelta(hours=24)
+QUARANTINE_NAME = ".ckptmgr-quarantine"
+"""Folder of damaged checkpoints: batches as in the trash, which nothing removes."""
 STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 
 @contextmanager
-def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
-    """Hold a directory and the trash in it.
+def held_trash(fs: FileSystem, directory: Path, *, name: str = TRASH_NAME) -> Iterator[None]:
+    """Hold a directory and the trash in it, or another folder of batches.
 
     Raises:
         FileNotFoundError: There is no trash.
         OSError: It is a link, belongs to another user, or cannot be opened.
     """
-    with fs.hold_directory(directory), fs.hold_directory(directory / TRASH_NAME):
+    with fs.hold_directory(directory), fs.hold_directory(directory / name):
         yield
 
 
 @contextmanager
 def held_batch(fs: FileSystem, path: Path) -> Iterator[None]:
     """Hold the folder of a batch and its parents; errors as of `held_trash`."""
-    with held_trash(fs, path.parent.parent), fs.hold_directory(path):
+    folder = path.parent
+    with held_trash(fs, folder.parent, name=folder.name), fs.hold_directory(path):
         yield
 
 

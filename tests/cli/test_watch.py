@@ -138,6 +138,18 @@ def test_new_directory_of_an_old_name_is_followed_by_events(tmp_path: Path) -> N
         assert watch.stop() == 0
 
 
+def test_directory_that_is_removed_and_made_again_at_once_is_followed(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with watching(runs, *NEVER) as watch:
+        runs.rmdir()
+        save_run(runs, [10])
+        watch.until("verified", status="ok")
+        save_run(runs, [20])
+        watch.until("verified", status="ok")
+        assert watch.stop() == 0
+
+
 def test_damaged_file_is_an_alarm_until_it_is_removed(tmp_path: Path) -> None:
     first, second = save_run(tmp_path, [10, 20])
     damage(first)
@@ -159,6 +171,36 @@ def test_file_that_is_damaged_in_place_is_found_without_a_rename(tmp_path: Path)
         damage(path)
         watch.until("alarm", alarm="damaged")
         assert watch.stop() == 1
+
+
+def test_damaged_checkpoint_goes_into_quarantine_when_no_run_writes_its_series(
+    tmp_path: Path,
+) -> None:
+    with training(tmp_path) as trainer:
+        for step in (1, 2):
+            trainer.save(step)
+        damage(tmp_path / "net-1.safetensors")
+        with watching(tmp_path, "--poll", "1s", "--quarantine") as watch:
+            watch.until("alarm", alarm="damaged")
+            watch.until("note", series="net")
+            assert (tmp_path / "net-1.safetensors").exists()
+            trainer.close()
+            watch.until("quarantined")
+            watch.until("cleared", alarm="damaged")
+            assert watch.stop() == 0
+    folder = next((tmp_path / ".ckptmgr-quarantine").iterdir())
+    names = ["net-1.safetensors", "net-1.safetensors.manifest.json"]
+    assert sorted(os.listdir(folder)) == names
+    assert {path.name for path in tmp_path.glob("net-*")}.isdisjoint(names)
+
+
+def test_last_checkpoint_is_not_moved_into_quarantine(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    damage(path)
+    result = run("watch", tmp_path, "--once", "--quarantine")
+    assert result.exit_code == 1
+    assert "net-1_10.ckpt stays: " in result.stdout
+    assert path.exists()
 
 
 def test_saves_that_stop_are_an_alarm_that_the_next_save_ends(tmp_path: Path) -> None:

@@ -111,8 +111,10 @@ def checkpoint(step: int = 7) -> Checkpoint:
     )
 
 
-def shown(*rows: SeriesRow, width: int = 80, has_several: bool = False) -> list[str]:
-    lines = table_lines(rows, NOW, width=width, has_several=has_several)
+def shown(
+    *rows: SeriesRow, width: int = 80, height: int = 24, has_several: bool = False
+) -> list[str]:
+    lines = table_lines(rows, NOW, width=width, height=height, has_several=has_several)
     return ["".join(cell.text for cell in line).rstrip() for line in lines]
 
 
@@ -159,9 +161,19 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
         full_in_s=7300.0,
         alarms=("unreadable",),
     )
-    lines = table_lines([long, row()], NOW, width=width, has_several=True)
+    lines = table_lines([long, row()], NOW, width=width, height=24, has_several=True)
     assert max(sum(len(cell.text) for cell in line) for line in lines) <= width
     assert "".join(cell.text for cell in lines[1]).startswith("...")
+
+
+def test_rows_that_do_not_fit_the_terminal_are_counted() -> None:
+    rows = [row(series=f"s{number}") for number in range(10)]
+    rows[9] = row(series="s9", alarms=("damaged",))
+    lines = shown(*rows, height=6)
+    assert [line.split()[0] for line in lines] == ["SERIES", "s9", "s0", "s1", "s2", "and"]
+    assert lines[-1] == "and 6 more"
+    assert len(shown(*rows, height=11)) == 11
+    assert shown(*rows, height=1)[-1] == "and 10 more"
 
 
 def test_directory_without_series_says_so() -> None:
@@ -203,7 +215,7 @@ def test_terminal_that_is_not_utf8_gets_ascii(tmp_path: Path) -> None:
 def test_dumb_terminal_gets_lines(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     with terminal(tmp_path, TERM="dumb") as screen:
-        screen.until("verified  net-1_10.ckpt ok")
+        screen.until(r"verified +net-1_10\.ckpt ok")
         assert screen.press_ctrl_c() == 0
     assert "SERIES" not in screen.text
     assert "\x1b" not in screen.text
@@ -214,11 +226,11 @@ def test_line_without_a_terminal_says_when_what_and_where(tmp_path: Path) -> Non
         save_run(tmp_path / name, [10])
     result = run("watch", tmp_path / "a", tmp_path / "b", tmp_path / "a", "--once")
     assert result.stdout.splitlines() == [
-        f"2026-03-02T10:00:00Z  watching  {tmp_path / name}: 1 checkpoint, the newest"
+        f"2026-03-02T10:00:00Z  watching     {tmp_path / name}: 1 checkpoint, the newest"
         " net-1_10.ckpt of 2026-03-01 10:00:00Z"
         for name in ("a", "b")
     ] + [
-        f"2026-03-02T10:00:00Z  verified  {tmp_path / name}: net-1_10.ckpt ok"
+        f"2026-03-02T10:00:00Z  verified     {tmp_path / name}: net-1_10.ckpt ok"
         for name in ("a", "b")
     ]
 

@@ -24,7 +24,7 @@ this is no line of the table
 @pytest.mark.parametrize(
     ("path", "kind"),
     [
-        ("/home/user", "ext4"),
+        ("/srv/runs", "ext4"),
         ("/data", "nfs4"),
         ("/data/runs/net", "nfs4"),
         ("/data/fast/x/y", "xfs"),

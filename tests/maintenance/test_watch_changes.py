@@ -79,11 +79,20 @@ def test_removed_directory_is_heard_of(tmp_path: Path, changes: Changes) -> None
     runs.mkdir()
     changes.follow(runs)
     runs.rmdir()
-    assert heard(changes).changed == {runs}
+    batch = heard(changes)
+    assert (batch.changed, batch.vanished) == ({runs}, {runs})
     runs.mkdir()
     assert changes.follow(runs) is None
     (runs / "net-1.ckpt").touch()
     assert heard(changes).changed == {runs}
+
+
+def test_removed_folder_in_a_directory_is_not_heard_of(tmp_path: Path, changes: Changes) -> None:
+    (tmp_path / "folder").mkdir()
+    changes.follow(tmp_path)
+    (tmp_path / "folder").rmdir()
+    (tmp_path / "last.ckpt").touch()
+    assert heard(changes).vanished == set()
 
 
 def test_link_to_a_directory_is_followed(tmp_path: Path, changes: Changes) -> None:

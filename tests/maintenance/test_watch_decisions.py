@@ -16,6 +16,7 @@ from ckptmgr.core.model import Checkpoint, Link, State
 from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
 from ckptmgr.maintenance.watch.model import AlarmKey, Holder, Limits, Listing, Report, Seen
+from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 
 HERE = Path("/runs")
 LIVE = {"net": Holder("live", "process 7 on host")}
@@ -350,12 +351,13 @@ def test_short_save_is_never_slow() -> None:
 
 
 def test_next_save_that_does_not_fit_is_an_alarm_while_a_run_is_there() -> None:
-    watch = watch_of(saved(1), holders=LIVE, free_bytes=99)
+    needed = 100 + SPACE_MARGIN_BYTES
+    watch = watch_of(saved(1), holders=LIVE, free_bytes=needed - 1)
     assert list(watch.standing.values()) == [
-        "the next save of net does not fit the disk: 100 B are needed, 99 B are free"
+        "the next save of net does not fit the disk: 1.0 MB are needed, 1.0 MB are free"
     ]
-    assert watch_of(saved(1), free_bytes=99).standing == {}
-    assert watch_of(saved(1), holders=LIVE, free_bytes=100).standing == {}
+    assert watch_of(saved(1), free_bytes=needed - 1).standing == {}
+    assert watch_of(saved(1), holders=LIVE, free_bytes=needed).standing == {}
 
 
 def test_disk_that_fills_is_an_alarm_before_it_is_full() -> None:
@@ -419,8 +421,35 @@ def test_retention_that_fails_is_an_alarm_until_it_succeeds() -> None:
     assert [name for name, _ in events(watch.retained(T0, "net", None))] == ["cleared"]
 
 
+def test_damaged_checkpoint_is_moved_once_where_no_live_run_writes() -> None:
+    watch = watch_of(saved(1), saved(2))
+    check(watch, T0, saved(1), Status.DAMAGED, "bad")
+    check(watch, T0, saved(2), Status.UNREADABLE, "Permission denied")
+    assert watch.to_quarantine(T0) == ([saved(1)], [])
+    assert watch.to_quarantine(T0) == ([], [])
+
+
+def test_damaged_checkpoint_of_a_live_run_is_moved_after_its_end() -> None:
+    watch = watch_of(saved(1), holders=LIVE)
+    check(watch, T0, saved(1), Status.DAMAGED, "bad")
+    chosen, reports = watch.to_quarantine(T0)
+    assert (chosen, [one.event for one in reports]) == ([], ["note"])
+    listed(watch, T0, saved(1))
+    assert watch.to_quarantine(T0) == ([saved(1)], [])
+
+
+def test_damage_that_is_not_believed_yet_and_files_of_ranks_are_not_moved() -> None:
+    fresh = saved(1, changed_at=T0)
+    one = saved(2)
+    ranks = replace(one, checkpoint=replace(one.checkpoint, shards=("a", "b")))
+    watch = watch_of(fresh, ranks)
+    check(watch, T0, fresh, Status.DAMAGED, "half")
+    check(watch, T0, ranks, Status.DAMAGED, "bad")
+    assert watch.to_quarantine(T0) == ([], [])
+
+
 def test_rows_are_of_series_with_what_they_wait_for() -> None:
-    watch = watch_of(saved(1), saved(2, series="other"), holders=LIVE, free_bytes=5000)
+    watch = watch_of(saved(1), saved(2, series="other"), holders=LIVE, free_bytes=10**9)
     check(watch, T0, saved(1), Status.DAMAGED, "bad")
     net, other = watch.rows()
     assert (net.series, net.unverified, net.alarms) == ("net", 0, ("damaged",))

@@ -73,6 +73,9 @@ _SETTLE_S = 10.0
 @click.option("--stop-on-alarm", is_flag=True, help="End with exit code 1 at the first alarm.")
 @click.option("--once", "is_once", is_flag=True, help="Do everything once, and end.")
 @click.option("--prune", "prunes", is_flag=True, help="Apply retention where no live run does.")
+@click.option(
+    "--quarantine", "quarantines", is_flag=True, help="Move damaged checkpoints out of the way."
+)
 @click.option("--keep", metavar="EXPR", help="With --prune: the policy.  [default: ckptmgr.toml]")
 @click.option("--grace", metavar="TIME", help="With --prune: life of the trash.  [default: 24h]")
 @click.option(
@@ -115,9 +118,12 @@ def watch_command(
     each event. With --json each line is one object.
 
     --prune applies the retention policy, into the trash, to series that no live run writes; live
-    runs apply their own. --exec runs a program without a shell; it reads the event as JSON, and
-    CKPTMGR_WATCH_ALARM, CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and
-    CKPTMGR_WATCH_MESSAGE are set.
+    runs apply their own. --quarantine moves damaged checkpoints of such series to the folder
+    .ckptmgr-quarantine, where they stay until they are moved back or removed by hand.
+
+    --exec runs a program without a shell; it reads the event as JSON, and CKPTMGR_WATCH_ALARM,
+    CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and CKPTMGR_WATCH_MESSAGE are
+    set.
 
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
     """
@@ -159,6 +165,7 @@ def _settings(
     poll: float,
     poll_only: bool,
     prunes: bool,
+    quarantines: bool,
     keep: str | None,
     grace: str | None,
 ) -> Any:
@@ -187,6 +194,7 @@ def _settings(
         limits=limits,
         poll_s=poll,
         is_polling=poll_only,
+        quarantines=quarantines,
         policy_of=policy_of,
         grace=parse_time(grace or "24h"),
         memory=None if state is None else Memory(options.absolute(state), level=depth),

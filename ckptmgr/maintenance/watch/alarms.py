@@ -14,6 +14,7 @@ from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Listing
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm
 from ckptmgr.observe.log import decimal_size
+from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 
 Alarms = Iterator[tuple[AlarmKey, str]]
 _INTERRUPTED = "an interrupted save left a temporary file"
@@ -107,7 +108,7 @@ def shortages(
         return
     held = [series for series, holder in listing.holders.items() if holder.state != "dead"]
     saves = [(series, rhythms[series].last) for series in held if series in rhythms]
-    needs = [(save.size_bytes, series) for series, save in saves if save is not None]
+    needs = [(save.size_bytes + SPACE_MARGIN_BYTES, series) for series, save in saves if save]
     need_bytes, series = max(needs, default=(0, ""))
     free, full_in_s = decimal_size(free_bytes), trend.full_in_s
     if need_bytes > free_bytes:

@@ -63,11 +63,13 @@ class Batch:
     Attributes:
         changed: The directories to list again.
         removed_temps: By directory: the temporary files of data that were removed.
+        vanished: The directories that were removed, and must be followed anew.
         has_losses: Whether events were lost, so that all directories must be listed.
     """
 
     changed: set[Path] = field(default_factory=set)
     removed_temps: dict[Path, list[str]] = field(default_factory=dict)
+    vanished: set[Path] = field(default_factory=set)
     has_losses: bool = False
 
 
@@ -108,9 +110,8 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
             if self._observer is None:
                 self._observer = InotifyObserver()
                 self._observer.start()
-            handler = _Handler(directory, self._put)
-            # A link itself has no changes.
-            real = os.path.realpath(directory)
+            real = os.path.realpath(directory)  # a link itself has no changes
+            handler = _Handler(directory, real, self._put)
             self._watches[directory] = self._observer.schedule(handler, real, event_filter=_EVENTS)
         except OSError as error:
             return f"inotify: {error.strerror or error} (sysctl fs.inotify)"
@@ -151,6 +152,8 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
                 continue
             directory, name, is_removed = one
             batch.changed.add(directory)
+            if not name:
+                batch.vanished.add(directory)
             if is_removed and parse_temp(name) is not None:
                 batch.removed_temps.setdefault(directory, []).append(name)
         return batch
@@ -170,15 +173,17 @@ def leads_to_listing(name: str, *, is_removed: bool) -> bool:
 
 
 class _Handler(FileSystemEventHandler):
-    """Passes on the final names of the events of one directory."""
+    """Passes on the names of the events of one directory; its own removal has an empty one."""
 
-    def __init__(self, directory: Path, put: Callable[[Path, str, bool], None]) -> None:
+    def __init__(self, directory: Path, real: str, put: Callable[[Path, str, bool], None]) -> None:
         self._directory = directory
+        self._real = real
         self._put = put
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         if event.is_directory:
-            self._put(self._directory, "", True)
+            if os.fsdecode(event.src_path) == self._real:
+                self._put(self._directory, "", True)
             return
         is_removed = isinstance(event, FileDeletedEvent)
         for path in (event.src_path, event.dest_path):

@@ -97,6 +97,7 @@ class DirectoryWatch:
         self._noted: set[str] = set()
         self._planned: dict[str, frozenset[tuple[str, str]]] = {}
         self._retention: dict[str, str] = {}
+        self._moved: set[tuple[str, str]] = set()
 
     @property
     def passed(self) -> dict[str, str]:
@@ -237,14 +238,8 @@ class DirectoryWatch:
         """
         chosen: list[str] = []
         reports: list[Report] = []
-        if self._error is not None:
-            return chosen, reports
         for series in sorted({one.checkpoint.series for one in self._finished.values()}):
-            holder = self.holders.get(series)
-            if holder is None or holder.state == "dead":
-                self._noted.discard(series)
-            elif holder.state == "live" or series in self._noted:
-                reports += self.held(at, series, holder.description)
+            if self._is_others(series, at, reports):
                 continue
             mine = [one for one in self._finished.values() if one.checkpoint.series == series]
             fingerprints = frozenset((one.checkpoint.name, one.fingerprint) for one in mine)
@@ -252,6 +247,33 @@ class DirectoryWatch:
                 self._planned[series] = fingerprints
                 chosen.append(series)
         return chosen, reports
+
+    def to_quarantine(self, at: float) -> tuple[list[Seen], list[Report]]:
+        """Return the damaged checkpoints to move away now, each once, and reports; as `to_prune`."""
+        chosen: list[Seen] = []
+        reports: list[Report] = []
+        for name, one in self._finished.items():
+            check = self._checks.get(name)
+            is_damaged = check is not None and check.status is Status.DAMAGED and check.is_believed
+            if not is_damaged or (name, one.fingerprint) in self._moved or one.checkpoint.shards:
+                continue
+            if not self._is_others(one.checkpoint.series, at, reports):
+                self._moved.add((name, one.fingerprint))
+                chosen.append(one)
+        return chosen, reports
+
+    def _is_others(self, series: str, at: float, reports: list[Report]) -> bool:
+        """Return whether a live run holds a series, or nothing is known now; add a note, once."""
+        holder = self.holders.get(series)
+        if self._error is not None:
+            return True
+        if holder is None or holder.state == "dead":
+            self._noted.discard(series)
+            return False
+        if holder.state == "unknown" and series not in self._noted:
+            return False  # trying to take the lease shows
+        reports += self.held(at, series, holder.description)
+        return True
 
     def held(self, at: float, series: str, by: str) -> list[Report]:
         """Take that a live run holds a series; return a note the first time."""

@@ -17,6 +17,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
 from ckptmgr.io.temp_names import final_name, parse_temp
 from ckptmgr.maintenance.prune import PruneResult, carry_out, propose
+from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint, was_removed
 from ckptmgr.maintenance.watch.model import Holder, Listing, Seen
 from ckptmgr.policy.rules import RetentionPolicy
@@ -97,6 +98,10 @@ class WatchedDirectory:
             now = datetime.fromtimestamp(at, UTC)
             proposal = propose(self.store, policy, now=now, series=series, grace=grace)
             return PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+
+    def quarantine(self, seen: Seen, *, at: float) -> Path:
+        """Move a damaged checkpoint into the quarantine; errors as of `quarantine`."""
+        return quarantine(self.store, seen.checkpoint, now=datetime.fromtimestamp(at, UTC))
 
     def _seen(self, one: Checkpoint, duration_s: float | None) -> Seen:
         if one.state in UNFINISHED:

@@ -30,6 +30,7 @@ EventName = Literal[
     "removed",
     "verified",
     "pruned",
+    "quarantined",
     "alarm",
     "cleared",
     "note",

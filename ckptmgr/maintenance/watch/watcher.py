@@ -41,6 +41,7 @@ class Settings:
         limits: When to alarm.
         poll_s: How often to list all directories, whether or not something was heard of them.
         is_polling: Do not ask the kernel for changes.
+        quarantines: Whether damaged checkpoints are moved into the quarantine.
         policy_of: Returns the retention policy of a directory; None applies none.
         grace: How long the trash keeps what retention removed.
         memory: Remembers what was verified, or None.
@@ -52,6 +53,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     poll_s: float = 30.0
     is_polling: bool = False
+    quarantines: bool = False
     policy_of: Callable[[Path], RetentionPolicy] | None = None
     grace: timedelta = DEFAULT_GRACE
     memory: Memory | None = None
@@ -123,6 +125,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                 yield from self._remember()
             reports = self._verify_next()
             yield from reports or ()
+            if self._settings.quarantines:
+                yield from self._isolate()
             if reports is None:
                 yield from self._remember()
                 if self._settings.is_once:
@@ -151,6 +155,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
     def _list(self, paths: Sequence[Path], batch: Batch, *, is_poll: bool) -> Iterator[Report]:
         for path in paths:
             place, watch, at = self._places[path], self._watches[path], self._clock()
+            if path in batch.vanished:  # one that was made again may have the same identity
+                self._deaf.pop(path, None)
             try:
                 listing = place.look(at=at, removed_temps=batch.removed_temps.get(path, ()))
             except (CkptmgrError, OSError) as error:
@@ -220,6 +226,32 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                 )
             problem = "; ".join(map(str, others)).partition("\n")[0] or None
             yield from watch.retained(at, series, problem)
+
+    def _isolate(self) -> Iterator[Report]:
+        for path, watch in self._watches.items():
+            at = self._clock()
+            chosen, reports = watch.to_quarantine(at)
+            yield from reports
+            for seen in chosen:
+                one = seen.checkpoint
+                try:
+                    into = self._places[path].quarantine(seen, at=at)
+                except StoreLocked as error:
+                    yield from watch.held(at, one.series, error.message)
+                    continue
+                except (CkptmgrError, OSError) as error:
+                    text = f"{one.name} stays: {problem_of(error)}"
+                    yield Report(event="note", at=at, directory=path, message=text, checkpoint=one)
+                    continue
+                yield Report(
+                    event="quarantined",
+                    at=at,
+                    directory=path,
+                    message=f"{one.name} to {into.relative_to(path)}",
+                    series=one.series,
+                    checkpoint=one,
+                )
+                yield from self._list([path], Batch(), is_poll=False)
 
     def _remember(self) -> Iterator[Report]:
         try:
