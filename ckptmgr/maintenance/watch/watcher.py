@@ -119,7 +119,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
     def _run(self, tick_s: float | None) -> Iterator[Report | None]:
         while True:
             at = self._clock()
-            if at >= self._poll_at:
+            if not self._poll_at - self._settings.poll_s <= at < self._poll_at:
                 self._poll_at = at + self._settings.poll_s
                 yield from self._list(list(self._places), Batch(), is_poll=True)
                 yield from self._remember()
@@ -157,27 +157,30 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
             place, watch, at = self._places[path], self._watches[path], self._clock()
             if path in batch.vanished:  # one that was made again may have the same identity
                 self._deaf.pop(path, None)
+            notes: list[Report] = []
             try:
                 listing = place.look(at=at, removed_temps=batch.removed_temps.get(path, ()))
+                is_deaf = place.is_replaced or path not in self._deaf
+                if is_deaf and not self._settings.is_once:
+                    notes = self._follow(path)
+                    # What changed before the kernel was asked for changes.
+                    listing = replace(place.look(at=at), given_up=listing.given_up)
             except (CkptmgrError, OSError) as error:
                 self._deaf.pop(path, None)
                 yield from watch.failed(at, problem_of(error))
                 continue
-            is_deaf = place.is_replaced or path not in self._deaf
-            if is_deaf and not self._settings.is_once:
-                yield from self._follow(path)
-                # What changed before the kernel was asked for changes.
-                listing = replace(place.look(at=at), given_up=listing.given_up)
-            yield from watch.listed(listing)
+            yield from [*notes, *watch.listed(listing)]
             if self._settings.policy_of is not None:
                 yield from self._retain(path, is_poll=is_poll)
 
-    def _follow(self, path: Path) -> Iterator[Report]:
+    def _follow(self, path: Path) -> list[Report]:
+        """Ask the kernel for changes; return a note where it does not tell all."""
         before, why = self._deaf.get(path), self._changes.follow(path)
         self._deaf[path] = why
-        if why is not None and why != before:
-            text = f"listed every {span(self._settings.poll_s)}, without events: {why}"
-            yield Report(event="note", at=self._clock(), directory=path, message=text)
+        if why is None or why == before:
+            return []
+        text = f"listed every {span(self._settings.poll_s)}, without events: {why}"
+        return [Report(event="note", at=self._clock(), directory=path, message=text)]
 
     def _verify_next(self) -> list[Report] | None:
         """Verify the newest checkpoint that waits for it; None if none does."""
