@@ -65,7 +65,7 @@ def percent_of_table(directories: Sequence[Path], *, seconds: float) -> float:
     ) as child:
         os.close(follower)
         threading.Thread(target=_drain, args=(leader,), daemon=True).start()
-        while _used_per_s(child.pid, 2.0) > 0.1:  # still verifying
+        while _used_per_s(child.pid, min(2.0, seconds)) > 0.1:  # still verifying
             pass
         used = _used_per_s(child.pid, seconds)
         child.terminate()

@@ -9,7 +9,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -234,9 +233,6 @@ def _ended_by_signals() -> Iterator[list[str]]:
         names.append(signal.Signals(number).name)
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield names
-        return
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield names
