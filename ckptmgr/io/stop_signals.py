@@ -53,14 +53,15 @@ class _Handlers:
         self._pid = os.getpid()
 
     def add(self, watch: StopWatch) -> None:
-        if self._pid != os.getpid():
+        if self._pid != os.getpid():  # pragma: no cover - a forked process
             self._watches, self._pid = [], os.getpid()
         self._watches.append(watch)
         if threading.current_thread() is not threading.main_thread():
             return
         for number in NUMBERS:
             present = signal.getsignal(number)
-            if present is not None and present != self.handle:  # None: that of a C library
+            # It is None for one of a C library, which cannot be called from here.
+            if present is not None and present != self.handle:  # pragma: no branch
                 signal.signal(number, self.handle)
                 self._replaced[number] = present
 

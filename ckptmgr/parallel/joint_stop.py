@@ -27,9 +27,10 @@ class _Answer(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Json) -> _Answer:
-        if not isinstance(value, list) or [type(one) for one in value] != [int, bool, int]:
-            raise RanksOutOfStep(f"a rank answers {value!r} about the stop")
-        return cls(*value)
+        match value:
+            case [int(step), bool(is_wanted), int(next_step)]:
+                return cls(step, is_wanted, next_step)
+        raise RanksOutOfStep(f"a rank answers {value!r} about the stop")
 
 
 class JointStop:

@@ -55,7 +55,7 @@ class GlobalRandom:
         """Return what it covers now."""
         covered = ["python", "numpy", *(["torch"] if "torch" in sys.modules else [])]
         devices = _cuda_generators()
-        if devices:
+        if devices:  # pragma: no cover - needs CUDA
             covered.append(f"cuda x {len(devices)}")
         keys = f", keys={sorted(self.keys)}" if self.keys else ""
         return f"GlobalRandom({', '.join(covered)}{keys})"
@@ -69,7 +69,7 @@ class GlobalRandom:
         if "torch" in sys.modules:
             found["torch"] = sys.modules["torch"].get_rng_state()
         devices = _cuda_generators()
-        if devices:
+        if devices:  # pragma: no cover - needs CUDA
             found["cuda"] = [generator.get_state() for generator in devices]
         if self.keys:
             found["keys"] = {name: _key_state(key) for name, key in self.keys.items()}
@@ -166,7 +166,7 @@ def _cuda_steps(state: Mapping[str, Any]) -> list[Callable[[], None]]:
         return []
     cuda: Any = import_module("torch.cuda")
     here = cuda.device_count()
-    if len(stored) != here:
+    if len(stored) != here:  # pragma: no branch - needs CUDA
         _LOG.warning(
             "the random states of %d CUDA devices were saved, and %d devices are here: those of %d devices are set, "
             "so the run does not go on bit for bit",

@@ -171,9 +171,11 @@ class DataState:
         self._refuse_beside(loader, name)
         parts = LoaderParts(loader, random)
         stored = self._pending.pop(name, None)
-        is_continued = stored is not None and stored["is_open"]
-        begin = self._continued if is_continued else self._begun
-        place, iterator = begin(parts, stored, name=name, epoch=epoch)
+        continued = stored if stored is not None and stored["is_open"] else None
+        if continued is None:
+            place, iterator = self._begun(parts, stored, name=name, epoch=epoch)
+        else:  # in the epoch of the save
+            place, iterator = self._continued(parts, continued, name=name)
         self._passes[name] = place
         first = place.count
         try:
@@ -181,9 +183,10 @@ class DataState:
                 place.count += 1
                 place.mark = mark_of(batch)
                 yield batch
-            if is_continued and place.count == first and _is_stateful(parts, stored):
+            is_empty = place.count == first
+            if is_empty and continued is not None and _is_stateful(parts, continued):
                 # It may have drawn what the first run drew before the save.
-                self._put_back(parts, stored, name)
+                self._put_back(parts, continued, name)
             place.is_open = False
         finally:
             place.is_iterated = False
@@ -213,9 +216,8 @@ class DataState:
         return _Pass(parts, start=start), iter(parts.loader)
 
     def _continued(
-        self, parts: LoaderParts, stored: Mapping[str, Any], *, name: str, epoch: int | None
+        self, parts: LoaderParts, stored: Mapping[str, Any], *, name: str
     ) -> tuple[_Pass, Iterator[Any]]:
-        del epoch  # that of the save counts
         start, count = stored["start"], stored["count"]
         _set_generators(parts, start["generators"], name)
         parts.set_epochs(start["epochs"])

@@ -90,9 +90,8 @@ class LoaderParts:
 
     def set_epochs(self, stored: Mapping[str, int]) -> None:
         """Set epoch numbers."""
-        for path, epoch in stored.items():
-            if path in self._epochs:
-                self._epochs[path].set_epoch(epoch)
+        for path in stored.keys() & self._epochs.keys():
+            self._epochs[path].set_epoch(stored[path])
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch number of all parts that have one; raise ValueError if none has."""
@@ -106,15 +105,17 @@ class LoaderParts:
 
 def mark_of(batch: Any, depth: int = 0) -> int | None:
     """Return a CRC32 over the beginnings of the arrays of a batch in host memory; None without."""
-    torch = sys.modules.get("torch")
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(batch, torch.Tensor):
+        if batch.device.type != "cpu":
+            return None
+        return zlib.crc32(repr(batch.detach().flatten()[:_MOST_NUMBERS].tolist()).encode())
     if isinstance(batch, Mapping):
         return mark_of(list(batch.values()), depth)
     if isinstance(batch, list | tuple) and depth < _MAX_DEPTH:
         marks = [mark_of(one, depth + 1) for one in batch[:_MOST_ARRAYS]]
         found = [mark for mark in marks if mark is not None]
         return zlib.crc32(repr(found).encode()) if found else None
-    if torch is not None and isinstance(batch, torch.Tensor) and batch.device.type == "cpu":
-        return zlib.crc32(repr(batch.detach().flatten()[:_MOST_NUMBERS].tolist()).encode())
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
         return zlib.crc32(batch.flat[:_MOST_NUMBERS].tobytes())
     return None

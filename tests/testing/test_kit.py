@@ -142,6 +142,22 @@ def test_differences_name_tensors_and_values() -> None:
     assert "became" in text
 
 
+def test_page_of_the_kit_shows_its_command_and_its_cuts() -> None:
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    if not page.exists():
+        pytest.skip("needs the sources: the page is not installed")
+    text = page.read_text()
+    cuts = [cut.name for cut in Kit("any.py:main", steps_per_epoch=3).cuts]
+    shown = re.findall(r"^(.*): ok \(", text, re.MULTILINE)
+    assert shown == cuts[: len(shown)] != []
+    rows = re.findall(r"^\| (killed|preempted|interrupted|NaN) ", text, re.MULTILINE)
+    assert {name.split()[0] for name in cuts} == set(rows)
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(example, names)  # noqa: S102 - our own page
+    assert "test_torch_loop" in names
+
+
 def test_command_prints_a_line_for_each_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

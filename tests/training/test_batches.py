@@ -394,6 +394,18 @@ def test_batch_without_numbers_has_no_mark(batch: object) -> None:
     assert mark_of(batch) is None
 
 
+def test_batch_on_a_device_has_no_mark() -> None:
+    torch: Any = pytest.importorskip("torch")
+    assert mark_of([torch.ones(1, device="meta")]) is None
+
+
+def test_loader_that_is_its_own_dataset_is_looked_at_once(tmp_path: Path) -> None:
+    loader = Shuffled()
+    loader.dataset = loader  # type: ignore[attr-defined]
+    with saving(tmp_path) as manager:
+        assert len(list(manager.batches(loader))) == PER_EPOCH
+
+
 def test_loader_of_torch_with_a_state_begins_the_next_pass_without_it(tmp_path: Path) -> None:
     torch: Any = pytest.importorskip("torch")
     loaded: list[object] = []
