@@ -93,6 +93,10 @@ class FramePacker:
         stored[:start] = encode_head(division.form, planes)
         return stored[:at]
 
+    def memory(self) -> tuple[memoryview, ...]:
+        """Return the memory that held frames and their planes, to be wiped."""
+        return memoryview(self._stored), memoryview(self._room)
+
     def _room_for(self, numbers: Numbers) -> memoryview:
         size = 4 * len(numbers) if numbers.itemsize > 2 else 2 * len(numbers)
         if len(self._room) < size:

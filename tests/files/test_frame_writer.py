@@ -120,6 +120,21 @@ def test_source_is_compressed_as_an_image_is() -> None:
     assert expanded(file, None) == bytes_of(image)
 
 
+def test_memory_in_which_planes_are_made_is_wiped() -> None:
+    weights = np.random.default_rng(0).standard_normal(50_000, np.float32)
+    low_bytes, exponents = weights.view("<u2")[::2], weights.view("<u4") >> 23
+    image, seen = image_with(w=weights), []
+    write_frames(
+        plan_of(image),
+        read_image(image),
+        MemoryFile(),
+        level=1,
+        wipe=lambda view: seen.append(bytes(view)),
+    )
+    for plane in (low_bytes, exponents.astype(np.uint8)):
+        assert any(plane.tobytes() in memory for memory in seen)
+
+
 def test_figures_tell_each_element_type() -> None:
     image = image_with(noise=NOISE[:5000], w=np.zeros(7000, np.float32))
     by_dtype = written_into(MemoryFile(), image).by_dtype

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What zstd makes of each element type: the size of the file as a share of the tensors', and the time of a save and a load."""
+"""What zstd makes of each kind of values: the size of the file as a share of the tensors', and what a save and a load cost.
+
+Beside it ZipNN, if it is installed: the same bytes, from memory to memory, with one thread.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -25,9 +28,15 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp16": np.dtype(np.float16),
     "int64": np.dtype(np.int64),
+    "fp32 rows": np.dtype(np.float32),
+    "fp32 squares": np.dtype(np.float32),
+    "fp32 of bf16": np.dtype(np.float32),
+    "random bytes": np.dtype(np.uint8),
 }
 ELEMENTS = tuple(_DTYPES)
 KINDS = ("plain", "container")
+_ZIPNN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_Result = TypeVar("_Result")
 _SUFFIXES = {"plain": ".safetensors.ckpz", "container": ".safetensors.ckpe"}
 _TENSORS = 8
 _ROW_ELEMENTS = 64
@@ -38,7 +47,11 @@ _POOL_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneType(Workload):
-    """Eight tensors of one element type: weights ~ N(0, 0.02), or of integers ids below 50,000."""
+    """Eight tensors of one kind of values: weights ~ N(0, 0.02), or of integers ids below 50,000.
+
+    `rows`: each row of 64 weights has a scale of its own, as in a trained model. `squares`: of such
+    rows, as Adam's second moments. `of bf16`: weights that a bf16 holds.
+    """
 
     elements: str
 
@@ -70,39 +83,89 @@ class OneType(Workload):
         dtype = _DTYPES[self.elements]
         rng = np.random.default_rng(_POOL_BYTES)
         count = min(_POOL_BYTES // dtype.itemsize, count)
+        if dtype.kind == "u":
+            return np.frombuffer(rng.bytes(count), dtype)
         if dtype.kind == "i":
             return rng.integers(0, _VOCABULARY, count, dtype=dtype)
-        return (rng.standard_normal(count, dtype=np.float32) * np.float32(0.02)).astype(dtype)
+        weights = rng.standard_normal(count, dtype=np.float32) * np.float32(0.02)
+        if self.elements in ("fp32 rows", "fp32 squares"):
+            scales = np.exp(rng.standard_normal(-(-count // _ROW_ELEMENTS), dtype=np.float32))
+            weights *= np.repeat(scales, _ROW_ELEMENTS)[:count]
+        if self.elements == "fp32 squares":
+            weights *= weights
+        if self.elements == "fp32 of bf16":
+            weights = weights.astype(ml_dtypes.bfloat16)
+        return weights.astype(dtype)
 
 
 def measure_compression(new_session: NewSession, size_bytes: int) -> None:
-    """Save and load `size_bytes` of every element type, compressed, without and with a key in turns."""
+    """Save and load `size_bytes` of every kind, compressed, without and with a key, and by ZipNN in turns."""
     for elements in ELEMENTS:
         workload = OneType(size_bytes=size_bytes, elements=elements)
         session = new_session("compression", workload)
         state = workload.new_state()
         for turn in session.turns():
             for kind in KINDS:
-                path = session.directory / f"zstd-{elements}-{turn + 1}{_SUFFIXES[kind]}"
+                path = session.directory / f"zstd-{turn + 1}{_SUFFIXES[kind]}"
                 try:
                     measured = _measure(session, state, path, kind)
                 finally:
                     remove(path)
-                if turn >= 0:
-                    for what, value in measured.items():
-                        session.note(f"{elements} {kind}", what, value)
+                _note(session, turn, f"{elements} {kind}", measured)
+            _note(session, turn, f"{elements} ZipNN", _measure_zipnn(state, elements))
+
+
+def _note(session: Session, turn: int, mode: str, measured: Mapping[str, float]) -> None:
+    if turn >= 0:
+        for what, value in measured.items():
+            session.note(mode, what, value)
 
 
 def _measure(session: Session, state: State, path: Path, kind: str) -> dict[str, float]:
     key = KEY if kind == "container" else None
     rest(session.pace.rest_s)
-    started = time.perf_counter()
-    ckptmgr.save_checkpoint(state, path, enc_key=key, format="safetensors", compression="zstd")
-    saved_s = time.perf_counter() - started
+    saved, saved_cpu, _ = _timed(
+        lambda: ckptmgr.save_checkpoint(
+            state, path, enc_key=key, format="safetensors", compression="zstd"
+        )
+    )
     drop_cache(path)
     rest(session.pace.rest_s)
-    started = time.perf_counter()
-    touch(ckptmgr.load_checkpoint(path, dec_key=key, format="safetensors"))
-    loaded_s = time.perf_counter() - started
+    loaded, loaded_cpu, _ = _timed(
+        lambda: touch(ckptmgr.load_checkpoint(path, dec_key=key, format="safetensors"))
+    )
     ratio = path.stat().st_size / session.workload.total_bytes
-    return {"ratio": ratio, "save": saved_s, "load": loaded_s}
+    return {
+        "ratio": ratio,
+        "save": saved,
+        "load": loaded,
+        "save cpu": saved_cpu,
+        "load cpu": loaded_cpu,
+    }
+
+
+def _measure_zipnn(state: State, elements: str) -> dict[str, float]:
+    dtype = _ZIPNN.get(elements.split()[0])
+    try:
+        from zipnn import ZipNN
+    except ImportError:
+        return {}
+    if dtype is None:
+        return {}
+    codec = ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
+    size = packed_size = 0
+    packed_s = unpacked_s = 0.0
+    for array in state.values():
+        content = bytearray(array.view(np.uint8).data)  # it changes what it is given
+        _, seconds, packed = _timed(lambda content=content: codec.compress(content))
+        packed_s += seconds
+        unpacked_s += _timed(lambda packed=packed: codec.decompress(packed))[1]
+        size, packed_size = size + array.nbytes, packed_size + len(packed)
+    return {"ratio": packed_size / size, "save cpu": packed_s, "load cpu": unpacked_s}
+
+
+def _timed(work: Callable[[], _Result]) -> tuple[float, float, _Result]:
+    """Return the seconds of a call, its CPU seconds in this process, and its result."""
+    started, used = time.perf_counter(), time.process_time()
+    result = work()
+    return time.perf_counter() - started, time.process_time() - used, result

@@ -221,17 +221,19 @@ def _compression(figures: Figures) -> str:
         [
             one.subject.mode,
             f"{one.median:.3f}",
-            *(
-                f"{one.subject.size_bytes / each.median / 1e9:.2f}"
-                for what in ("save", "load")
-                for each in figures.find("compression", what, mode=one.subject.mode)
-            ),
+            *(_speed(figures, one, what) for what in ("save", "load", "save cpu", "load cpu")),
         ]
         for one in found
     )
     size_bytes = found[0].subject.size_bytes if found else 0
     title = f"{_HEADINGS['compression']}: {size_bytes / MIB:.0f} MiB"
-    return _table(title, ["elements", "ratio", "save GB/s", "load GB/s"], rows)
+    columns = ["save GB/s", "load GB/s", "save GB per CPU s", "load GB per CPU s"]
+    return _table(title, ["elements", "ratio", *columns], rows)
+
+
+def _speed(figures: Figures, ratio: Figure, what: str) -> str:
+    seconds = figures.median("compression", what, who=OURS, mode=ratio.subject.mode)
+    return "" if seconds is None else f"{ratio.subject.size_bytes / seconds / 1e9:.2f}"
 
 
 def _ranks(figures: Figures) -> str:

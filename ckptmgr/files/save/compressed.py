@@ -265,6 +265,9 @@ class _Writer:
                 self._end()
         finally:
             _rooms.give_back(room)
+            if self._wipe is not None:
+                for memory in packer.memory():
+                    self._wipe(memory)
 
     def _is_last(self) -> bool:
         with self._lock:
