@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What zstd makes of each kind of values: the size of the file as a share of the tensors', and what a save and a load cost.
 
-Beside it ZipNN, if it is installed: the same bytes, from memory to memory, with one thread.
+Beside it the frames alone, from memory to memory in one thread, and ZipNN in the same way if it is installed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,10 @@ import ml_dtypes
 import numpy as np
 
 import ckptmgr
+from ckptmgr.formats.compressed.frames import unpack_frame
+from ckptmgr.formats.compressed.packer import FramePacker
+from ckptmgr.formats.compressed.table import FRAME_BYTES, STORED, Frame, frame_digest
+from ckptmgr.io.buffers import copy_into
 from tools.bench.contestant import KEY, touch
 from tools.bench.disk import drop_cache, remove
 from tools.bench.quiet import rest
@@ -112,6 +117,7 @@ def measure_compression(new_session: NewSession, size_bytes: int) -> None:
                 finally:
                     remove(path)
                 _note(session, turn, f"{elements} {kind}", measured)
+            _note(session, turn, f"{elements} in memory", _measure_codec(state))
             _note(session, turn, f"{elements} ZipNN", _measure_zipnn(state, elements))
 
 
@@ -153,15 +159,62 @@ def _measure_zipnn(state: State, elements: str) -> dict[str, float]:
     if dtype is None:
         return {}
     codec = ZipNN(bytearray_dtype=dtype, input_format="byte", threads=1)
+    return _in_memory(
+        state, lambda array: codec.compress(bytearray(array.view(np.uint8).data)), codec.decompress
+    )
+
+
+def _measure_codec(state: State) -> dict[str, float]:
+    """Measure the frames of ours alone, with their digests."""
+    packer = FramePacker(level=1)
+
+    def compress(array: np.ndarray) -> list[tuple[Frame, bytes]]:
+        raw = array.reshape(-1).view(np.uint8).data
+        starts = range(0, raw.nbytes, FRAME_BYTES)
+        return [frame_of(raw[start : start + FRAME_BYTES], array.itemsize) for start in starts]
+
+    def frame_of(raw: memoryview, item_bytes: int) -> tuple[Frame, bytes]:
+        packed = packer.pack(raw, item_bytes=item_bytes)
+        stored = bytes(packed.stored)
+        frame = Frame(
+            offset=0,
+            stored_bytes=len(stored),
+            raw_bytes=raw.nbytes,
+            group_bytes=packed.group_bytes,
+            method=packed.method,
+            digest=frame_digest(stored),
+        )
+        return frame, stored
+
+    def expand(frames: list[tuple[Frame, bytes]]) -> None:
+        expanded = memoryview(bytearray(sum(frame.raw_bytes for frame, _ in frames)))
+        for frame, stored in frames:
+            if frame.method == STORED:
+                copy_into(expanded[: frame.raw_bytes], memoryview(stored))
+            else:
+                unpack_frame(frame, memoryview(stored), expanded[: frame.raw_bytes])
+            expanded = expanded[frame.raw_bytes :]
+
+    return _in_memory(
+        state, compress, expand, size_of=lambda frames: sum(len(stored) for _, stored in frames)
+    )
+
+
+def _in_memory(
+    state: State,
+    compress: Callable[[np.ndarray], Any],
+    expand: Callable[[Any], object],
+    *,
+    size_of: Callable[[Any], int] = len,
+) -> dict[str, float]:
     size = packed_size = 0
-    packed_s = unpacked_s = 0.0
+    packed_s = expanded_s = 0.0
     for array in state.values():
-        content = bytearray(array.view(np.uint8).data)  # it changes what it is given
-        _, seconds, packed = _timed(lambda content=content: codec.compress(content))
+        _, seconds, packed = _timed(partial(compress, array))
         packed_s += seconds
-        unpacked_s += _timed(lambda packed=packed: codec.decompress(packed))[1]
-        size, packed_size = size + array.nbytes, packed_size + len(packed)
-    return {"ratio": packed_size / size, "save cpu": packed_s, "load cpu": unpacked_s}
+        expanded_s += _timed(partial(expand, packed))[1]
+        size, packed_size = size + array.nbytes, packed_size + size_of(packed)
+    return {"ratio": packed_size / size, "save cpu": packed_s, "load cpu": expanded_s}
 
 
 def _timed(work: Callable[[], _Result]) -> tuple[float, float, _Result]:
