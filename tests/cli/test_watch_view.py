@@ -27,11 +27,10 @@ from ckptmgr.maintenance.verdict import Status
 from ckptmgr.maintenance.watch.model import AlarmKind, EventName, Holder, Report, SeriesRow
 from tests.cli.running import process_env, run
 from tests.cli.test_watch import damage
-from tests.cli.watching import training
+from tests.cli.watching import SCHEMA, schema, training
 from tests.support.json_schema import violations
 from tests.support.saved import save_run
 
-SCHEMA = Path(__file__).parents[2] / "docs/schemas/watch.json"
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 needs_sources = pytest.mark.skipif(not SCHEMA.exists(), reason="needs a checkout")
 
@@ -252,20 +251,19 @@ def test_quiet_prints_the_paths_that_alarms_are_about(tmp_path: Path) -> None:
 
 @needs_sources
 def test_every_line_of_json_is_as_its_schema_says(tmp_path: Path) -> None:
-    schema = json.loads(SCHEMA.read_bytes())
     first, _ = save_run(tmp_path, [10, 20], metrics={10: {"loss": float("nan")}})
     damage(first)
     result = run("watch", tmp_path, "--once", "--json", "--prune", "--keep", "last(5)")
     reports = [json.loads(line) for line in result.stdout.splitlines()]
     assert {one["event"] for one in reports} == {"watching", "verified", "alarm"}
-    assert [problem for one in reports for problem in violations(one, schema)] == []
+    assert [problem for one in reports for problem in violations(one, schema())] == []
     loss = [one["checkpoint"]["metrics"] for one in reports if one["event"] == "alarm"]
     assert loss == [{"loss": None}]
 
 
 @needs_sources
 def test_schema_lists_every_event_alarm_and_status() -> None:
-    fields = json.loads(SCHEMA.read_bytes())["properties"]
+    fields = schema()["properties"]
     assert fields["event"]["enum"] == list(get_args(EventName))
     assert fields["alarm"]["enum"] == [*get_args(AlarmKind), None]
     assert set(fields["status"]["enum"]) == {*(one.value for one in Status), None}
@@ -275,7 +273,6 @@ def test_schema_lists_every_event_alarm_and_status() -> None:
 
 @needs_sources
 def test_schema_check_finds_each_kind_of_difference() -> None:
-    schema = json.loads(SCHEMA.read_bytes())
     report = report_json(Report(event="note", at=0.0, directory=None, message="m"))
     changes: tuple[dict[str, Json], ...] = (
         {"schema": "other"},
@@ -285,5 +282,5 @@ def test_schema_check_finds_each_kind_of_difference() -> None:
         {"checkpoint": {}},
         {"other": 1},
     )
-    assert all(list(violations({**report, **change}, schema)) for change in changes)
-    assert list(violations({}, schema))
+    assert all(list(violations({**report, **change}, schema())) for change in changes)
+    assert list(violations({}, schema()))

@@ -8,12 +8,15 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from tests.cli.running import process_env
+from tests.support.json_schema import violations
 
+SCHEMA = Path(__file__).parents[2] / "docs/schemas/watch.json"
 _TRAINER = """
 import sys
 import numpy
@@ -31,6 +34,13 @@ for line in sys.stdin:
     except Exception as error:
         print(type(error).__name__, flush=True)
 """
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """Return the schema of a line of JSON; away from the sources one that allows everything."""
+    known: dict[str, Any] = json.loads(SCHEMA.read_bytes()) if SCHEMA.exists() else {}
+    return known
 
 
 class Trainer:
@@ -77,8 +87,16 @@ class Trainer:
 class Watch:
     """`ckptmgr watch --json` as a process."""
 
-    def __init__(self, *arguments: str | Path, **extra: str) -> None:
-        command = [sys.executable, "-m", "ckptmgr", "watch", *map(str, arguments), "--json"]
+    def __init__(self, *arguments: str | Path, through: Sequence[str] = (), **extra: str) -> None:
+        command = [
+            *through,
+            sys.executable,
+            "-m",
+            "ckptmgr",
+            "watch",
+            *map(str, arguments),
+            "--json",
+        ]
         self.child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -93,13 +111,19 @@ class Watch:
         """Read reports until one of this event whose fields are as given, and return it."""
         assert self.child.stdout is not None
         for line in self.child.stdout:
-            report: dict[str, Any] = json.loads(line)
-            self.reports.append(report)
+            report = self._take(line)
             found = {name: report[name] for name in facts}
             if report["event"] == event and found == facts:
                 return report
         assert self.child.stderr is not None
         raise AssertionError(f"no {event} {facts}; {self.reports} {self.child.stderr.read()}")
+
+    def _take(self, line: str) -> dict[str, Any]:
+        """Take a line, which is as the schema says."""
+        report: dict[str, Any] = json.loads(line)
+        assert list(violations(report, schema())) == []
+        self.reports.append(report)
+        return report
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal, read the rest, and return the exit code."""
@@ -110,7 +134,8 @@ class Watch:
         """Read the rest and return the exit code."""
         assert self.child.stdout is not None
         assert self.child.stderr is not None
-        self.reports += [json.loads(line) for line in self.child.stdout]
+        for line in self.child.stdout:
+            self._take(line)
         self.errors = self.child.stderr.read()
         return self.child.wait()
 
@@ -131,9 +156,9 @@ def training(directory: Path) -> Iterator[Trainer]:
 
 
 @contextlib.contextmanager
-def watching(*arguments: str | Path, **extra: str) -> Iterator[Watch]:
-    """Yield a watch that has listed its directories."""
-    watch = Watch(*arguments, **extra)
+def watching(*arguments: str | Path, through: Sequence[str] = (), **extra: str) -> Iterator[Watch]:
+    """Yield a watch that has listed its directories; `through` is a program that starts it."""
+    watch = Watch(*arguments, through=through, **extra)
     try:
         watch.until("watching")
         yield watch

@@ -118,7 +118,7 @@ def test_holder_is_the_process_that_the_lease_file_names(tmp_path: Path) -> None
     assert holder_of(tmp_path, worker) == ("live", "process 1 on h")
 
 
-def test_lease_file_that_is_no_file_is_held_by_nobody_knows_whom(tmp_path: Path) -> None:
+def test_lease_file_that_is_no_file_has_an_unknown_holder(tmp_path: Path) -> None:
     lease_path(tmp_path, "net").mkdir()
     assert holder_of(tmp_path, None) == ("unknown", "another process")
 
