@@ -116,6 +116,10 @@ class CkptmgrIO:
             )
         place = _local(path)
         OsFileSystem().make_directory(place.parent, mode=0o777)
+        if place.is_symlink():
+            # What `save_last="link"` left; saved through it, the checkpoint that it names would be
+            # replaced.
+            remove_single_file(place)
         save_state(
             _storable(checkpoint),
             place,

@@ -18,7 +18,7 @@ omegaconf = pytest.importorskip("omegaconf", reason="needs omegaconf: make hub")
 
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint  # noqa: E402
 from pytorch_lightning.demos.boring_classes import BoringModel  # noqa: E402
-from pytorch_lightning.plugins import CheckpointIO  # noqa: E402
+from pytorch_lightning.plugins import AsyncCheckpointIO, CheckpointIO  # noqa: E402
 
 from ckptmgr import save_state  # noqa: E402
 from ckptmgr.core.errors import (  # noqa: E402
@@ -81,7 +81,7 @@ class Notes(Callback):  # type: ignore[misc]
         self.notes = state["notes"]
 
 
-def trainer(directory: Path, plugin: CkptmgrIO, steps: int, *callbacks: Any, **options: Any) -> Any:
+def trainer(directory: Path, plugin: Any, steps: int, *callbacks: Any, **options: Any) -> Any:
     """Return a trainer on the CPU that prints nothing."""
     return pl.Trainer(
         default_root_dir=directory,
@@ -250,6 +250,26 @@ def test_damaged_checkpoint_is_an_error(tmp_path: Path) -> None:
     overwrite(path, bytes(content))
     with pytest.raises(CorruptCheckpoint):
         CkptmgrIO().load_checkpoint(path)
+
+
+def test_link_to_a_checkpoint_is_replaced_and_not_the_checkpoint(tmp_path: Path) -> None:
+    plugin, last = CkptmgrIO(), tmp_path / "last.ckpt"
+    plugin.save_checkpoint({"n": 1}, tmp_path / "a.ckpt")
+    last.symlink_to("a.ckpt")
+    assert plugin.load_checkpoint(last) == {"n": 1}
+    plugin.save_checkpoint({"n": 2}, last)
+    assert plugin.load_checkpoint(tmp_path / "a.ckpt") == {"n": 1}
+    assert (plugin.load_checkpoint(last), last.is_symlink()) == ({"n": 2}, False)
+
+
+def test_asynchronous_plugin_of_lightning_saves_through_it(tmp_path: Path) -> None:
+    keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
+    plugin = AsyncCheckpointIO(CkptmgrIO(enc_key=KEY))
+    trainer(tmp_path, plugin, 4, keeper).fit(Model())
+    assert len(names(tmp_path)) == 2
+    assert {
+        CkptmgrIO(enc_key=KEY).load_checkpoint(p)["global_step"] for p in tmp_path.iterdir()
+    } == {2, 4}
 
 
 def test_removal_of_what_is_not_there_is_none_and_takes_a_manifest_along(tmp_path: Path) -> None:
