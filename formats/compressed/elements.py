@@ -19,6 +19,7 @@ Everything is done in a few long calls of NumPy, each without the GIL.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -27,10 +28,20 @@ import numpy as np
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 """Unsigned integers, one for each element or for its part in a plane."""
 
-_BLOCK_BYTES = 2 << 20  # what is put together at once stays in the cache
+_BLOCK_BYTES = 1 << 20  # what is put together at once stays in the cache
 _EXPONENT_BITS = 8
 _MANTISSA = 0x7F
 _SIGN = 0x80
+
+
+class _Scratch(threading.local):
+    """Memory of a thread: to touch new pages for each block takes longer than all the rest."""
+
+    def __init__(self) -> None:
+        self.memory = memoryview(bytearray(2 * _BLOCK_BYTES))
+
+
+_scratch = _Scratch()
 
 
 def take_bytes(numbers: Numbers, first_byte: int, plane: Numbers) -> None:
@@ -95,8 +106,10 @@ def _put_block(parts: dict[int, Numbers | int], block: Numbers, *, is_float: boo
     exponents, rest = parts.get(last), parts.get(last - 1)
     if is_float and isinstance(exponents, np.ndarray) and isinstance(rest, np.ndarray):
         is_float = False
-        pairs = block if last == 1 else np.empty(len(block), np.uint16)
-        _join_floats(exponents, rest, pairs)
+        room = _scratch.memory[_BLOCK_BYTES:]
+        signed, count = np.frombuffer(room, np.int16, len(block)), len(block)
+        pairs = block if last == 1 else np.frombuffer(room, np.uint16, count, offset=2 * count)
+        _join_floats(exponents, rest, pairs, signed)
         del parts[last], parts[last - 1]
         if pairs is block:
             return
@@ -106,10 +119,11 @@ def _put_block(parts: dict[int, Numbers | int], block: Numbers, *, is_float: boo
         _leave_float_form(block)
 
 
-def _join_floats(exponents: Numbers, rest: Numbers, pairs: Numbers) -> None:
+def _join_floats(
+    exponents: Numbers, rest: Numbers, pairs: Numbers, signed: np.ndarray[Any, np.dtype[np.int16]]
+) -> None:
     np.copyto(pairs, exponents)
     np.left_shift(pairs, 7, out=pairs)
-    signed = np.empty(len(pairs), np.int16)
     np.copyto(signed, rest.view(np.int8))  # the sign bit is copied into all bits above it
     signs_and_rest = signed.view(np.uint16)
     np.bitwise_and(signs_and_rest, np.uint16(_SIGN << 8 | _MANTISSA), out=signs_and_rest)
@@ -122,7 +136,9 @@ def _sum(parts: dict[int, Numbers | int], block: Numbers) -> None:
     for at, values in parts.items():
         if isinstance(values, int):
             continue
-        wide = np.empty_like(block) if is_filled else block
+        wide = block
+        if is_filled:
+            wide = np.frombuffer(_scratch.memory, block.dtype, len(block))
         np.copyto(wide, values)
         if at:
             np.left_shift(wide, 8 * at, out=wide)
