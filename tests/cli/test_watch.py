@@ -11,8 +11,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import process_env, run
 from tests.cli.watching import training, watching
@@ -57,6 +59,27 @@ def test_save_whose_events_were_lost_is_verified(fast_path: Path) -> None:
         assert "events were lost" in watch.until("note")["message"]
         watch.until("verified", status="ok")
         assert watch.stop() == 0
+
+
+def test_overwritten_names_and_saves_in_the_background_are_no_alarm(tmp_path: Path) -> None:
+    config = CheckpointConfig(
+        keep="last(2)",
+        format="safetensors",
+        async_save=True,
+        back_pressure="coalesce",
+        verify_after_write=True,
+    )
+    with watching(tmp_path, *NEVER) as watch:
+        for size in (10, 20, 30):
+            save_checkpoint({"w": np.ones(size)}, tmp_path / "same.ckpt")
+        with CheckpointManager(tmp_path, config, prefix="net") as manager:
+            for step in range(1, 7):
+                manager.save(step, {"w": np.ones(1000)})
+        save_run(tmp_path, [10], series="last")
+        while "last-1_10.ckpt" not in watch.names("verified"):
+            watch.until("verified", status="ok")
+        assert watch.stop() == 0
+    assert "alarm" not in [report["event"] for report in watch.reports]
 
 
 def test_interrupt_ends_it_like_sigterm(tmp_path: Path) -> None:
