@@ -203,6 +203,13 @@ def test_newer_version_is_told_from_damage() -> None:
         expanded(bytes(file))
 
 
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_frames_that_version_1_grouped_are_read(group: int) -> None:
+    grouped = np.frombuffer(RAW, np.uint8).reshape(-1, group).T.tobytes()
+    file = file_of_frame(zstd(grouped), len(RAW), group=group)
+    assert expanded(as_version(1, file)) == expanded(file) == RAW
+
+
 def test_method_of_a_later_version_is_refused() -> None:
     file = compressed(RAW, PLAN)
     assert expanded(file) == RAW

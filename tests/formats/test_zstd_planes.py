@@ -110,6 +110,19 @@ def test_noise_is_stored_as_the_callers_own_memory(dtype: type) -> None:
     assert frame.stored is noise
 
 
+def test_frame_that_planes_would_make_longer_is_stored() -> None:
+    few = np.frombuffer(bytes([7, 1, 7, 2]), np.uint16)
+    assert bytes(pack(few).stored) == few.tobytes()
+
+
+def test_plane_that_compresses_in_the_sample_alone_is_stored() -> None:
+    noise = np.frombuffer(RNG.bytes(FRAME_BYTES), np.uint32).copy()
+    for start in (0, (1 << 20) // 3, 2 * (1 << 20) // 3, (1 << 20) - 4096):
+        noise[max(0, start - 4096) : start + 4096] &= 0x7FFFFFFF
+    noise[:4096] &= 0x0FFFFFFF
+    assert bytes(pack(noise).stored) == noise.tobytes()
+
+
 def test_repeated_noise_is_found() -> None:
     assert len(pack(np.tile(np.frombuffer(RNG.bytes(8000), np.uint32), 20)).stored) < 9000
 
