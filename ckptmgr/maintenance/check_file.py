@@ -107,12 +107,19 @@ class FileCheck:
         """
         if self._level is not Level.FULL:
             return False
-        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
+        options = self._content_options()
         with contextlib.suppress(CkptmgrError, CryptoError, FormatError):
             checks = verify_in_one_pass(raw, manifest.file.digest, path=self._path, options=options)
             self._findings.checked += checks or ()
             return checks is not None
         return False
+
+    def _content_options(self) -> ReadOptions:
+        """Return the options without the public keys, which prove the manifest alone."""
+        trust = self._options.trust
+        if not trust.trusted_keys:
+            return self._options
+        return replace(self._options, trust=replace(trust, trusted_keys=()))
 
     def _check_sealed_contents(self, raw: Source) -> None:
         if self._was_read:
@@ -196,7 +203,7 @@ class FileCheck:
 
     def _open(self, raw: Source) -> OpenCheckpoint:
         # The digests of the manifest are checked apart from the contents.
-        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
+        options = self._content_options()
         opened = open_source(raw, path=self._path, options=options)
         self._findings.checked.append("structure")
         return opened

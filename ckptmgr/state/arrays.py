@@ -41,12 +41,13 @@ Framework = Literal["numpy", "torch", "mindspore", "jax"]
 
 _SAVE_OBJ = "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, but got"
 _MAX_NESTING = 100
+_NUMPY = (np.ndarray, np.generic)  # a union would be made anew at each call
 _TORCH_F4 = "float4_e2m1fn_x2"
 
 
 def framework_of(value: object) -> Framework | None:
     """Return the framework of an array, or None when `value` is no array."""
-    if isinstance(value, np.ndarray | np.generic):
+    if isinstance(value, _NUMPY):
         return "numpy"
     torch_module = sys.modules.get("torch")
     if torch_module is not None and isinstance(value, torch_module.Tensor):

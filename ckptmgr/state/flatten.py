@@ -20,7 +20,7 @@ import numpy as np
 from ckptmgr.core.notes import add_note
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.array_leaves import array_leaf, foreign_leaf
-from ckptmgr.state.arrays import framework_of
+from ckptmgr.state.arrays import Framework, framework_of
 from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.leaves import Leaf, plan_storage
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
@@ -39,6 +39,7 @@ if TYPE_CHECKING:  # one process has no slices
     from ckptmgr.state.slices import Slice, Slicer
 
 _INLINE_BYTES = 1024
+_BYTES = (bytes, bytearray)
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
 _CONTAINERS: dict[type, str] = {
     dict: "dict",
@@ -147,7 +148,7 @@ class Flattener:
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
         """Encode a value without parts, or push a frame for its parts."""
-        if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
+        if isinstance(value, _BYTES) and len(value) > _INLINE_BYTES:
             self._long_bytes(value, path)
             return
         if type(value) is bytearray:
@@ -155,8 +156,9 @@ class Flattener:
             self._hold(value)
             return
         atom = encode_atom(value)
-        if atom is None and framework_of(value) is not None:
-            self._array(value, path, depth)
+        framework = framework_of(value) if atom is None else None
+        if framework is not None:
+            self._array(value, framework, path, depth)
             return
         atom = atom or self._torch_atom(value)
         if atom is not None:
@@ -244,12 +246,12 @@ class Flattener:
         self._held.append(value)
         self._note_end(id(value))
 
-    def _array(self, value: Any, path: Path, depth: int) -> None:
+    def _array(self, value: Any, framework: Framework, path: Path, depth: int) -> None:
         part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
         if part is not None:
             self._slice(part, path)
             return
-        match framework_of(value):
+        match framework:
             case "torch" | "jax" | "mindspore" if self._is_dry:
                 pass
             case "numpy":

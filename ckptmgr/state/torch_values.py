@@ -144,10 +144,11 @@ def _span(value: torch.Tensor) -> Span | None:
     if value.numel() == 0 or value.is_conj() or value.is_neg():
         return None
     item_bytes, origin = value.dtype.itemsize, value.data_ptr()
+    device = "cpu" if value.is_cpu else str(value.device)
     if value.is_contiguous():
-        return str(value.device), origin, origin + value.numel() * item_bytes
+        return device, origin, origin + value.numel() * item_bytes
     strides = [stride * item_bytes for stride in value.stride()]
-    return str(value.device), *extent(origin, value.shape, strides, item_bytes)
+    return device, *extent(origin, value.shape, strides, item_bytes)
 
 
 def _memory(value: torch.Tensor) -> Memory:
@@ -162,7 +163,7 @@ def _memory(value: torch.Tensor) -> Memory:
         return memory_of_tensor(flat.cpu()).data
 
     return Memory(
-        device=str(value.device),
+        device="cpu" if value.is_cpu else str(value.device),
         start=start,
         stop=stop,
         origin=origin,

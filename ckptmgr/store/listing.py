@@ -404,7 +404,7 @@ class _Listing:
             problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
         state = State.OK if problem is None else State.CORRUPT
         found = manifest.to_checkpoint(self._directory, state=state, problem=problem)
-        return replace(found, obstacle=obstacle)
+        return found if obstacle is None else replace(found, obstacle=obstacle)
 
     def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
         is_live = self._is_live(name)
