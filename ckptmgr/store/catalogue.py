@@ -33,7 +33,7 @@ from ckptmgr.store.manifest.reader import ManifestReader
 if TYPE_CHECKING:  # a run that keeps few checkpoints needs none of it
     from ckptmgr.io.directory_watch import DirectoryWatch
 
-LEAST_SAVED = 32
+LEAST_SAVED = 16
 """Checkpoints from which on a catalogue costs less than two listings for each save."""
 _MOST_CHANGES = 10_000
 
@@ -102,7 +102,7 @@ class KeptCatalogue:
             return None if catalogue is None else catalogue.take_changes()
 
     def _updated(self, seen: ManifestCache) -> Catalogue | None:
-        if self._catalogue is None and self._is_followed and len(seen) >= LEAST_SAVED:
+        if self._catalogue is None and self._is_followed and seen.listed >= LEAST_SAVED:
             from ckptmgr.io.directory_watch import DirectoryWatch
 
             watch = DirectoryWatch.of(self._files.directory)

@@ -30,10 +30,14 @@ class _Seen(NamedTuple):
 
 
 class ManifestCache:
-    """Checkpoints of the last listing, by the names of their manifests."""
+    """Checkpoints of the last listing, by the names of their manifests.
+
+    `listed` counts those that were whole, cached or not.
+    """
 
     def __init__(self) -> None:
         self._seen: Mapping[str, _Seen] = {}
+        self.listed = 0
 
     def listing(self, entries: Mapping[str, FileStatus], *, now_s: float) -> CachedListing:
         """Return the cache for a directory with these entries, listed before `now_s` (since the epoch)."""
@@ -41,11 +45,7 @@ class ManifestCache:
 
     def keep(self, listing: CachedListing) -> None:
         """Replace the cached values by those of a listing."""
-        self._seen = listing.found
-
-    def __len__(self) -> int:
-        """Return how many checkpoints are cached."""
-        return len(self._seen)
+        self._seen, self.listed = listing.found, listing.listed
 
 
 class CachedListing:
@@ -61,6 +61,7 @@ class CachedListing:
         self._entries = entries
         self._before_ns = before_ns
         self.found: dict[str, _Seen] = {}
+        self.listed = 0
 
     def without_age(self) -> CachedListing:
         """Return the same cache for files of which each change is reported from now on."""
@@ -71,11 +72,13 @@ class CachedListing:
         seen = self._seen.get(name)
         if seen is None or any(self._entries.get(file) != was for file, was in seen.files.items()):
             return None
+        self.listed += 1
         self.found[name] = seen
         return seen.checkpoint
 
     def note(self, name: str, checkpoint: Checkpoint, data_names: Sequence[str]) -> None:
         """Cache the checkpoint of a manifest together with the status of its files."""
+        self.listed += 1
         files = {}
         for file in (name, *data_names):
             status = self._entries.get(file)

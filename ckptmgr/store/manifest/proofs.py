@@ -29,11 +29,12 @@ AUTH, SIGNATURES = "auth", "signatures"
 _MAC_ALGORITHM = "HMAC-SHA-256"
 _SIGNATURE_ALGORITHM = "Ed25519"
 _MAX_SIGNATURES = 16
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
     """Return the canonical form of a JSON document, which is hashed, authenticated and signed."""
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return _CANONICAL.encode(document).encode()
 
 
 def proofs(
