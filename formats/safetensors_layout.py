@@ -56,17 +56,20 @@ def in_listed_order(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
     """
     if not entries or entries[0].pieces[0].offset % DATA_ALIGNMENT:
         return entries
-    sizes = [entry.pieces[0].length % _TENSOR_ALIGNMENT for entry in entries]
+    sizes = [piece[1] % _TENSOR_ALIGNMENT for _, (piece,) in entries]
     odd = next((index for index, size in enumerate(sizes) if size), len(sizes))
     if odd in (0, len(sizes)) or not all(sizes[odd:]):
         return entries
-    places = list(map(_place, entries))
+    # Two runs that are sorted are merged in linear time, and nothing is called for each tensor.
+    places = [(-spec[1].item_bytes, spec[0]) for spec, _ in entries]
     is_ours = sorted(places[:odd]) == places[:odd] and sorted(places[odd:]) == places[odd:]
-    return sorted(entries, key=_place) if is_ours else entries
+    if not is_ours:
+        return entries
+    return [entries[index] for index in sorted(range(len(entries)), key=places.__getitem__)]
 
 
-def _place(tensor: Tensor | TensorEntry) -> tuple[int, str]:
-    spec = tensor[0]
+def _place(tensor: Tensor) -> tuple[int, str]:
+    spec = tensor.spec
     return -spec.dtype.item_bytes, spec.name
 
 

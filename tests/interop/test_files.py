@@ -116,6 +116,20 @@ def test_scalar_in_safetensors_crc_is_what_mindspore_computes(tmp_path: Path, va
     assert facts_of(loaded) == facts_of(state)
 
 
+@pytest.mark.parametrize("has_crc", [False, True])
+def test_aligned_file_with_odd_tensors_loads_in_mindspore(tmp_path: Path, has_crc: bool) -> None:
+    state = {
+        "a.bias": np.arange(3, dtype=np.float32),
+        "b.weight": np.arange(400_000, dtype=np.float32).reshape(-1, 100),
+        "c.codes": np.arange(5, dtype=np.uint8),
+    }
+    combination = Combination(format="safetensors", has_crc=has_crc)
+    path = tmp_path / "net.safetensors"
+    save_checkpoint(state, path, **combination.save_options)
+    assert (8 + int.from_bytes(path.read_bytes()[:8], "little")) % 4096 == 0
+    assert facts_of(load_in_mindspore(path, combination)) == facts_of(state)
+
+
 def test_bfloat16_in_safetensors_with_crc_loads_in_mindspore_unchecked(tmp_path: Path) -> None:
     state = {"w": random_array(np.random.default_rng(0), "bfloat16", (4, 5))}
     save_checkpoint(state, tmp_path / "net.safetensors", format="safetensors", crc_check=True)

@@ -59,6 +59,8 @@ def _listed(opened: OpenCheckpoint, chosen: Sequence[CkptEntry]) -> Iterable[Ckp
     in_order = opened.entries
     if in_order is opened.index.entries:
         return chosen
+    if chosen is opened.index.entries:
+        return in_order
     names = {entry.name for entry in chosen}
     return (entry for entry in in_order if entry.name in names)
 
