@@ -153,10 +153,11 @@ interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers, and train with Lightning
 	@HF_HUB_OFFLINE=1 $(HUB_PY) $(PYTEST) -m hub tests/hub $(PYTEST_ARGS)
 
-# FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml, and its tests in tests/kit/test_FRAMEWORK.py.
+# FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml, and its tests in tests/kit/test_FRAMEWORK.py and KIT_TESTS_FRAMEWORK.
+KIT_TESTS_jax := tests/state/test_tree_flax.py
 .PHONY: kit
 kit: $(KIT_VENV)/.stamp ## cut real runs of a framework, and compare what they return (FRAMEWORK=torch)
-	@HF_HUB_OFFLINE=1 $(KIT_PY) $(PYTEST) -m kit tests/kit/test_$(FRAMEWORK).py $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(KIT_PY) $(PYTEST) -m kit tests/kit/test_$(FRAMEWORK).py $(KIT_TESTS_$(FRAMEWORK)) $(PYTEST_ARGS)
 
 # The adapters are judged here, because nothing else runs them; that of tokens only where there is one.
 .PHONY: providers

@@ -15,7 +15,7 @@ from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LOOPS = ("numpy_loop.py", "torch_loop.py")
+LOOPS = {"numpy_loop.py": None, "torch_loop.py": "torch", "jax_loop.py": "flax"}
 MOST_LINES = 3
 
 pytestmark = pytest.mark.skipif(not EXAMPLES.exists(), reason="needs the sources")
@@ -35,14 +35,20 @@ def without_checkpoints(text: str) -> str:
     return head + re.sub("^    ", "", loop + body, flags=re.MULTILINE) + end + tail
 
 
+def needs(name: str) -> None:
+    """Skip where the framework of an example is not installed."""
+    framework = LOOPS[name]
+    if framework is not None:
+        pytest.importorskip(framework, reason=f"needs {framework}")
+
+
 def lines_of(text: str) -> int:
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_example_is_at_most_three_lines_longer_and_trains_alike(name: str, tmp_path: Path) -> None:
-    if "torch" in name:
-        pytest.importorskip("torch")
+    needs(name)
     text = (EXAMPLES / name).read_text()
     plain = without_checkpoints(text)
     assert 0 < lines_of(text) - lines_of(plain) <= MOST_LINES
@@ -56,10 +62,9 @@ def test_example_is_at_most_three_lines_longer_and_trains_alike(name: str, tmp_p
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_example_runs_as_printed_and_again(name: str, tmp_path: Path) -> None:
-    if "torch" in name:
-        pytest.importorskip("torch")
+    needs(name)
     command = [sys.executable, str(EXAMPLES / name)]
-    times = 1 if "torch" in name else 2  # an import of torch takes seconds
+    times = 1 if LOOPS[name] else 2  # an import of a framework takes seconds
     printed = [
         subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         for _ in range(times)

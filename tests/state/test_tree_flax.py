@@ -11,7 +11,8 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.state.paths import StateMismatch
 
-nnx: Any = pytest.importorskip("flax.nnx", reason="needs flax")
+pytestmark = pytest.mark.kit
+nnx: Any = pytest.importorskip("flax.nnx", reason="needs flax: make kit FRAMEWORK=jax")
 optax: Any = pytest.importorskip("optax", reason="needs optax")
 jax: Any = pytest.importorskip("jax")
 
