@@ -340,3 +340,36 @@ def test_run_without_watches_lists_each_time(
         disk.listed = 0
         manager.save(3, {"n": 3})
         assert disk.listed == 2
+
+
+def test_rule_that_could_not_rank_counts_once_a_metric_is_recorded(fast_path: Path) -> None:
+    config = CheckpointConfig(keep="best(1, loss, min)")
+    with CheckpointManager(fast_path, config) as manager:
+        save_some(manager, range(8))
+        assert [one.step for one in manager.checkpoints()] == [3, 4, 5, 6, 7]
+        manager.save(8, {"n": 8}, metrics={"loss": 1.0})
+        assert [one.step for one in manager.checkpoints()] == [8]
+
+
+def test_more_changes_than_are_noted_are_all_seen(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "_MOST_CHANGES", 1)
+    with CheckpointManager(fast_path, CheckpointConfig(keep="last(4)")) as manager:
+        save_some(manager, range(4))
+        for step in (0, 1):
+            (fast_path / f"ckpt-{step}.ckpt").unlink()
+            (fast_path / manifest_name(f"ckpt-{step}.ckpt")).unlink()
+        assert [one.step for one in manager.checkpoints()] == [2, 3]
+        save_some(manager, range(4, 7))
+        assert [one.step for one in manager.checkpoints()] == [3, 4, 5, 6]
+
+
+def test_newest_data_that_is_missing_is_reported_as_in_a_listing(fast_path: Path) -> None:
+    with CheckpointManager(fast_path, CheckpointConfig(keep="all")) as manager:
+        save_some(manager, range(3))
+        manager.checkpoints()
+        (fast_path / "ckpt-2.ckpt").unlink()
+        (fast_path / "ckpt-1.ckpt").unlink()
+        (fast_path / "ckpt-0.ckpt").unlink()
+        assert listed(manager._writer.store) == listed(Store(fast_path))
