@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the documentation: what they show runs in the order in which it stands, from an empty folder."""
+"""The README and the pages: what they show runs in the order in which it stands, from an empty folder."""
 
 from __future__ import annotations
 
 import doctest
+import importlib
 import os
 import re
 import subprocess
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*(DOCS / "how-to").glob("*.md"), *(DOCS / "coming-from").glob("*.md")])
+PAGES = [
+    ROOT / "README.md",
+    *sorted((DOCS / "how-to").glob("*.md")),
+    *sorted((DOCS / "coming-from").glob("*.md")),
+]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)
 _FRAMEWORKS = ("torch", "jax", "lightning", "mindspore", "pytorch_lightning")
@@ -79,3 +84,16 @@ def test_reference_has_every_public_name() -> None:
 def test_error_page_shows_the_tree_of_the_module() -> None:
     tree = (ckptmgr.core.errors.__doc__ or "").split("```")[1]
     assert tree.strip("\n") in (DOCS / "reference" / "errors.md").read_text()
+
+
+def test_pictures_of_the_readme_show_the_policy_and_the_figures_of_the_benchmarks() -> None:
+    pictures = importlib.import_module("tools.pictures").pictures()
+    assert {path: path.read_text(encoding="utf-8") for path in pictures} == pictures
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    assert [
+        one for one in sorted(pages) if "decisions/0" not in one and one not in navigation
+    ] == []

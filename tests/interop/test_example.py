@@ -95,18 +95,18 @@ def test_example_leaves_the_same_files_with_our_import_and_each_loads_in_the_oth
         assert len(in_mindspore) == 8
 
 
-def test_examples_of_the_readme_train_and_resume(
+def test_examples_of_the_page_train_and_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = pytest.importorskip("tests.interop.training")
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "mindspore.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     net = training.new_network()
     names = {"net": net, "model": training.new_model(net), "dataset": training.dataset()}
     for part in ("saved_network", "callback.resume()"):
         (example,) = [block for block in blocks if part in block]
         assert "ckptmgr.integrations.mindspore" in example
-        exec(example, names)  # noqa: S102 - our own README
+        exec(example, names)  # noqa: S102 - our own page
     assert names["first_epoch"] == 10
     assert [path.name for path in (tmp_path / "checkpoint").glob("*.ckpt")] == ["LeNet5-10_5.ckpt"]
