@@ -265,7 +265,7 @@ class CbcMode:
         """Fill `ciphertext`; the tag is empty."""
         encryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(iv)).encryptor()
         whole = plaintext.nbytes // _BLOCK_BYTES * _BLOCK_BYTES
-        # update_into wants 15 bytes of room beyond what it writes: the padded block gives it 16.
+        # update_into wants 15 bytes of room beyond its output: the padded block gives it 16.
         encryptor.update_into(plaintext[:whole], ciphertext)
         padding = _BLOCK_BYTES - plaintext.nbytes % _BLOCK_BYTES
         ciphertext[whole:] = encryptor.update(bytes(plaintext[whole:]) + bytes([padding]) * padding)

@@ -124,7 +124,7 @@ def save_checkpoint(
         verify_after_write: Read the file back from the disk, past the page cache, before it is
             published.
         manifest: Leave a manifest with digests beside the file. False leaves the file alone, as
-            MindSpore does, and refuses what goes into a manifest: `signing_key`, `global_step_num`.
+            MindSpore does, and refuses the values that a manifest holds: `signing_key`, `global_step_num`.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
         metadata: Strings to store beside the tensors; for safetensors only. Its `format` is written

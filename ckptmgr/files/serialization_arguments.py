@@ -254,7 +254,7 @@ def safetensors_metadata(
 
     Raises:
         TypeError: Something in `metadata` is no string.
-        ValueError: The format is `ckpt`, or a string contradicts what is written.
+        ValueError: The format is `ckpt`, or a string contradicts the content.
     """
     given = checked_strings(metadata)
     if format != "safetensors":

@@ -109,7 +109,7 @@ def save_state(
             with `manifest=False`, if the file is neither encrypted nor compressed.
         verify_after_write: Read the file back from the disk before it is published.
         manifest: Leave a manifest with digests beside the file. False leaves the file alone, and
-            refuses what goes into a manifest: `step`, `epoch`, `metrics`, `signing_key`.
+            refuses the values that a manifest holds: `step`, `epoch`, `metrics`, `signing_key`.
 
     Returns:
         The checkpoint as listed.

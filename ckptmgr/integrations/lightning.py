@@ -6,7 +6,7 @@ trainer = Trainer(plugins=[CkptmgrIO(enc_key="env:RUN_KEY")], callbacks=[ModelCh
 trainer.fit(model, ckpt_path="last")
 ```
 
-`ModelCheckpoint` decides when and what is kept, as ever. Works with `lightning` and
+`ModelCheckpoint` decides about saves and retention, as ever. Works with `lightning` and
 `pytorch_lightning`, whichever is installed; one of the two may also be imported later.
 
 A checkpoint of Lightning is a dictionary: versions and counters, `state_dict`, `loops`,
@@ -190,7 +190,7 @@ class CkptmgrIO:
         return content
 
     def teardown(self) -> None:
-        """Do nothing: what was saved is durable."""
+        """Do nothing: saved files are durable."""
 
 
 def _register(kind: type) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 _TABLE = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(rb"\\([0-7]{3})")
-# The kernel of one host hears only of its own changes there. Every FUSE may be of that kind.
+# The kernel of a host reports only its own changes there. Every FUSE may be of that kind.
 _SHARED = frozenset(
     {
         *("9p", "acfs", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre"),

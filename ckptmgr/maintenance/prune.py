@@ -37,7 +37,7 @@ _NONE: Mapping[Path, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePlan:
-    """Plan for one line of runs, or one series, and the problems of what was found damaged."""
+    """Plan for one line of runs, or one series, and the problems of damaged checkpoints."""
 
     counted: Counted
     plan: Plan

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of a prune: what is counted together, and how much is verified before anything may go.
+"""Plans of a prune: which checkpoints count together, and how many are verified before any may go.
 
 Each line of runs is counted by itself (`policy.lines`), in whatever series its runs saved. On
 request each series is counted by itself; then the newest checkpoint of every line in it stays, too.

@@ -64,7 +64,7 @@ class Verification:
     """Result of checking one checkpoint.
 
     Attributes:
-        problems: What is wrong, one sentence each; for a file of a rank after its name.
+        problems: The faults, one sentence each; for a file of a rank after its name.
         checked: Checks that passed, names from `CHECKS`.
         unchecked: Checks that could not be made, each with the reason.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.

@@ -89,7 +89,7 @@ class GrowingHistory:
     def dropped(self, now: datetime, *, protected: Mapping[Path, str]) -> list[Checkpoint] | None:
         """Return what `plan` drops, newest first, or None if only `plan` can tell.
 
-        What is dropped is dropped again at the next call while it is there.
+        A dropped checkpoint is dropped again at the next call while it is there.
         """
         indexes = [index for index in self._indexes if index is not None]
         is_followed = len(indexes) == len(self._indexes) and all(

@@ -7,7 +7,7 @@ step 0, by mistake or on purpose, never makes an older run lose its newest check
 
 * Each run belongs to one line. Where two runs were resumed from the same one, that one belongs to
   the line of the run that committed last.
-* What the keys do not prove joins no lines.
+* A checkpoint that the keys do not prove joins no lines.
 * Files of no run form one line for each series.
 
 >>> from datetime import UTC, datetime
@@ -20,7 +20,7 @@ step 0, by mistake or on purpose, never makes an older run lose its newest check
 ... ]
 >>> [(line.run_id, [c.step for c in line.checkpoints]) for line in lines_of(present)]
 [('late', [100]), ('old', [900, 1000])]
->>> meant_line(lines_of(present)).newest.step  # the run "late" did not ask to begin anew
+>>> meant_line(lines_of(present)).newest.step  # the run "late" did not ask for a new start
 1000
 """
 
@@ -41,7 +41,7 @@ class RunLine:
 
     Attributes:
         runs: Their ids, the one that committed last first; empty for files of no run.
-        checkpoints: What they saved, in any series, oldest first.
+        checkpoints: Those that they saved, in any series, oldest first.
     """
 
     runs: tuple[str, ...]
@@ -106,7 +106,7 @@ def meant_line(lines: Sequence[RunLine], own_runs: Set[str] = frozenset()) -> Ru
     """Return the line of which `latest` and `resume` mean the newest checkpoint, or None.
 
     That is the line of `own_runs`, the run that asks and its parents, if it has a checkpoint. Else
-    the line that committed last; but a run that neither resumed nor asked to begin anew does not
+    the line that committed last; but a run that neither resumed nor asked for a new start does not
     take the place of a line of its series that reaches a later step.
     """
     known = [line for line in lines if line.runs and line.newest is not None]

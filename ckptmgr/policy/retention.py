@@ -87,7 +87,7 @@ def plan(
 def without_unranked(
     history: Sequence[Checkpoint], policy: RetentionPolicy
 ) -> tuple[RetentionPolicy, str | None]:
-    """Return a policy that a run can apply unattended, and what was changed, or None.
+    """Return a policy that a run can apply unattended, and the changes, or None.
 
     A rule `best` by a metric that no checkpoint of `history` has would keep everything for ever. In
     its place the newest checkpoints are kept: as many as the rule names, at least 5.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # a run that keeps few checkpoints needs none of it
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionBasis:
-    """What decides beside the checkpoints; where it changes, the whole history is judged anew.
+    """Inputs beside the checkpoints; where one changes, the whole history is judged again.
 
     Attributes:
         policy: The retention policy.
@@ -33,13 +33,13 @@ class RetentionBasis:
 
 
 class Retained(NamedTuple):
-    """What a policy drops.
+    """Checkpoints that a policy drops.
 
     Attributes:
         dropped: The checkpoints that go.
         kept: Number of checkpoints of the run that stay.
         needed: The newest countable one of them, because of which the others may go.
-        present: What is dropped, and others of the directory: all, or the needed one.
+        present: The dropped checkpoints, and others of the directory: all, or the needed one.
     """
 
     dropped: Sequence[Checkpoint]
@@ -49,7 +49,7 @@ class Retained(NamedTuple):
 
 
 class FollowedHistory:
-    """Finds what a policy drops without judging the whole history, where that is possible."""
+    """Finds the checkpoints that a policy drops without judging the whole history, where that is possible."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -68,7 +68,7 @@ class FollowedHistory:
     ) -> None:
         """Follow a history that was just judged, if the directory is followed.
 
-        `applied` is the policy that the run can apply. `history` has what was listed as whole.
+        `applied` is the policy that the run can apply. `history` has the checkpoints listed as whole.
         """
         if not self._store.catalogue.is_kept:
             return
@@ -92,7 +92,7 @@ class FollowedHistory:
         *,
         protected: Mapping[Path, str],
     ) -> Retained | None:
-        """Return what the policy drops.
+        """Return the checkpoints that the policy drops.
 
         None: the directory must be listed, and the whole history judged. `known` returns a listed
         checkpoint with the damage that is known of it.

@@ -41,7 +41,7 @@ Framework = Literal["numpy", "torch", "mindspore", "jax"]
 
 _SAVE_OBJ = "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, but got"
 _MAX_NESTING = 100
-_NUMPY = (np.ndarray, np.generic)  # a union would be made anew at each call
+_NUMPY = (np.ndarray, np.generic)  # each call would make the union again
 _TORCH_F4 = "float4_e2m1fn_x2"
 
 

@@ -52,7 +52,7 @@ class GlobalRandom:
         self.keys: dict[str, Any] = dict(keys or {})
 
     def __repr__(self) -> str:
-        """Return what it covers now."""
+        """Return the generators that it covers now."""
         covered = ["python", "numpy", *(["torch"] if "torch" in sys.modules else [])]
         devices = _cuda_generators()
         if devices:  # pragma: no cover - needs CUDA
@@ -78,7 +78,7 @@ class GlobalRandom:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the generators.
 
-        What is not stored stays as it is. With another number of CUDA devices a warning is logged,
+        Generators that are not stored stay as they are. With another number of CUDA devices a warning is logged,
         and the devices that both have are set.
 
         Raises:

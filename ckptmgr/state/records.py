@@ -81,7 +81,7 @@ def _with_fields(target: Any, values: Mapping[str, Any]) -> object:
         kept = getattr(target, "__dict__", {}).items()
         kind = type(target)
         getattr(made, "__dict__", {}).update(
-            # What was computed from the old fields is computed again.
+            # Values computed from the old fields are computed again.
             {k: v for k, v in kept if not isinstance(getattr(kind, k, None), cached_property)}
         )
         held = {field.name: getattr(target, field.name) for field in dataclasses.fields(target)}

@@ -9,8 +9,8 @@ lease, a `DirectoryWatch` names what changed instead, and only those names are l
 * *Loose* are all other names. They are listed again each time, because they also depend on other
   files, on processes and on the trash.
 
-So the catalogue returns what a listing would. It decides nothing that a listing would not decide:
-what is removed or loaded is read again under its lease.
+So the catalogue equals a listing. It decides nothing that a listing would not decide:
+each checkpoint to remove or load is read again under its lease.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class KeptCatalogue:
             self._catalogue = None
 
     def listed(self, seen: ManifestCache) -> list[Checkpoint] | None:
-        """Return what a listing returns. Raises OSError as a listing."""
+        """Return the listing. Raises OSError as a listing."""
         with self._mutex:
             catalogue = self._updated(seen)
             return None if catalogue is None else catalogue.checkpoints()
@@ -185,7 +185,7 @@ class Catalogue:
         return True
 
     def _noted(self, changed: Iterable[str]) -> CachedListing:
-        """Unsettle what the changed names belong to; return an empty cache for the next listing."""
+        """Unsettle the checkpoints of the changed names; return an empty cache for the next listing."""
         for name in filter(_matters, changed):
             status = self._files.fs.status(self._files.directory / name)
             self._unsettle(name)

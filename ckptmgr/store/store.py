@@ -325,7 +325,7 @@ class Store:
             checkpoints: The checkpoints to remove.
             needed: The staying ones because of which these go; they must still be there.
             staying: The other checkpoints, where the caller has just listed them after a durable
-                save; None to list them. A power cut may then bring back what is removed last: the
+                save; None to list them. A power cut may then bring back the last removed one: the
                 manifest, or the files of ranks, which are leftovers.
 
         Raises:

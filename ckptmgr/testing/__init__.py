@@ -5,7 +5,7 @@ A program is a function `main(directory, steps)`. It trains to step `steps`, sav
 below `directory`, resumes from those that it finds there, and returns its final state: any value
 that `save_state` takes, such as the state of model and optimizer. The kit runs it in processes of
 their own: uncut, and cut at the edges of an epoch by SIGKILL, SIGTERM and Ctrl-C, then again until
-the end. Each cut run must return what the uncut one returned.
+the end. Each cut run must return the state that the uncut one returned.
 
 With pytest:
 

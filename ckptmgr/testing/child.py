@@ -83,7 +83,7 @@ def find_program(spelling: str) -> Program:
 
 
 def carry_out(program: Program, run: Run) -> None:
-    """Run a program, with its cut, and save what it returns."""
+    """Run a program, with its cut, and save its result."""
     from ckptmgr.files.state_file import save_state
     from ckptmgr.observe.observers import register
 
@@ -135,7 +135,7 @@ def serve(program: Program, orders: TextIO, answers: TextIO) -> None:
 def main(spelling: str, order: str | None = None) -> None:
     """Carry out one run, or serve the runs on standard input; answers go to standard output."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the program prints
+    os.dup2(2, 1)  # the output of the program
     program = find_program(spelling)
     if order is None and "torch" in sys.modules:  # pragma: no cover - make kit
         import_module("torch._dynamo")  # the first step of an optimizer would, in each run

@@ -108,7 +108,7 @@ class Kit:
             self._folder = None
 
     def check(self, cut: Cut, directory: str | os.PathLike[str]) -> None:
-        """Cut a run, let it resume, and compare what it returns with the uncut run.
+        """Cut a run, let it resume, and compare its result with that of the uncut run.
 
         Args:
             cut: One of `cuts`.
@@ -175,7 +175,7 @@ class Kit:
     def _check_kept(self, cut: Cut, place: Path) -> None:
         steps = _steps(place)
         is_kept = self._keep is None or self._keep <= len(steps) <= self._keep + (cut.how != "nan")
-        if not is_kept:  # what the run resumed from is kept, too
+        if not is_kept:  # the checkpoint that the run resumed from is kept, too
             raise NotConforming(
                 f"{self.program}, {cut}: {self._keep} checkpoints should be kept, there are {sorted(steps)}"
             )

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Pass:
-    """One pass over a loader: the batches that it gave, and what was drawn from before it began.
+    """One pass over a loader: the batches that it gave, and the generators that it drew from.
 
     It is open until the loader has ended, also when the loop was left by `break`.
     """
@@ -106,7 +106,7 @@ class DataState:
             self._noted = _Noted(step, self._random.state_dict(), places)
 
     def to_text(self, step: int) -> str | None:
-        """Return what a save of a step stores; None if no loader was ever given."""
+        """Return the text that a save of a step stores; None if no loader was ever given."""
         if not self._passes and not self._pending:
             return None
         places: Mapping[str, _Place] = {}
@@ -131,7 +131,7 @@ class DataState:
             ) from error
 
     def forget(self) -> None:
-        """Begin anew, without places."""
+        """Begin again, without places."""
         self._passes.clear()
         self._pending.clear()
         self._noted = None
@@ -185,7 +185,7 @@ class DataState:
                 yield batch
             is_empty = place.count == first
             if is_empty and continued is not None and _is_stateful(parts, continued):
-                # It may have drawn what the first run drew before the save.
+                # It may have drawn the numbers that the first run drew before the save.
                 self._put_back(parts, continued, name)
             place.is_open = False
         finally:

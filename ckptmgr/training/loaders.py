@@ -6,7 +6,7 @@ generators and on epoch numbers, of the loader itself or of its sampler and data
 
 * generators are attributes (`generator` of torch's DataLoader, `rng` of a class of the user's own),
   arguments of a generator function, and those that the user names;
-* an epoch number belongs to what has `set_epoch`, as torch's DistributedSampler has.
+* an epoch number belongs to the object with `set_epoch`, as torch's DistributedSampler has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EPOCHS = ("epoch", "iteration", "_epoch")
 
 
 class LoaderParts:
-    """What the order of a loader depends on; `given` are generators that the user names."""
+    """Inputs of the order of a loader; `given` are generators that the user names."""
 
     def __init__(self, loader: Any, given: Sequence[object] = ()) -> None:
         self.loader = loader

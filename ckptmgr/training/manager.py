@@ -222,7 +222,7 @@ class CheckpointManager:
         """Restore the newest checkpoint that verifies and loads.
 
         Where several runs share the series, it is that of the run that saved last; but a run that
-        neither resumed nor asked to start anew gives way to one that reached a later step.
+        neither resumed nor asked for a new start gives way to one that reached a later step.
 
         Arrays of `state` that can be filled from the file are filled in place, without a second
         copy in memory. Every byte is verified before the first write: damaged checkpoints change
@@ -371,7 +371,7 @@ class CheckpointManager:
             self._forecaster.before_run(
                 self._writer,
                 lambda: tree.flatten(state, self._team.slicer).size_bytes,
-                refuses=self._is_alone and not is_due,  # ranks hear of it together, in a save
+                refuses=self._is_alone and not is_due,  # ranks are notified together, in a save
             )
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`StateSaver`: makes a job of a state, which the save engine runs.
 
-A job holds the state, and beside it what the configuration appends.
+A job holds the state, and beside it the values that the configuration appends.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StateSaver:
 
         Without ranks, a step that is saved is not saved again. The new emergency save replaces the
         earlier ones of the run and of its failed resumptions, with ranks those of this rank. Other
-        ranks are neither met nor waited for: a rank saves what it alone holds, under a prefix of
+        ranks are neither met nor waited for: a rank saves its own values, under a prefix of
         its own. Raises as `SaveEngine.run_now`.
         """
         parts, writer, naming = self._parts, self._writer, self._naming
@@ -135,7 +135,7 @@ class StateSaver:
                     writer.close()
 
     def _filled(self, job: SaveJob, flat: tree.FlatState) -> SaveJob:
-        """Return the job with a state, and what the configuration appends; or with the error."""
+        """Return the job with a state, and the appended values; or with the error."""
         items: list[Item] = [*flat.tensors]
         store = self._writer.store
         try:

@@ -127,7 +127,7 @@ class BlockSource:
         return constant_time.bytes_eq(blake3(record).digest(), self._seal_digest)
 
     def peek_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with plaintext that is NOT authenticated, decrypting only what it covers.
+        """Fill `buffer` with plaintext that is NOT authenticated, decrypting only the covered blocks.
 
         For navigation in a file whose blocks are all read afterwards: the caller must compare the
         bytes of this method with those of `read_into`.

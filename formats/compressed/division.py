@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 # A plane of exponents has no repetitions. Matches that zstd finds by chance cost time and space. A
 # table of 64 positions for matches of 7 bytes finds runs, and hardly anything else: the search
-# skips ahead, and what is left is Huffman coding with a new code every 64 KiB.
+# skips ahead, and the rest is Huffman coding with a new code every 64 KiB.
 _FREQUENCIES = {"window_log": 16, "hash_log": 6, "min_match": 7}
 _REPETITIONS = {"min_match": 7}
 _PIECES, _PIECE_BYTES = 4, 16 << 10
 _SAMPLE_BYTES = _PIECES * _PIECE_BYTES
 _WORTH = 0.95  # a plane is coded if that saves a twentieth of it
-# Of squares, which have no sign, a sample does not show what the float form saves in longer frames.
+# Of squares, which have no sign, a sample does not show the gain of the float form in longer frames.
 _FORM_SLACK = 0.2 / 8
 _MOST_OF_ONE_BYTE = 32  # bytes that zstd needs for a sample in which all bytes are the same
 

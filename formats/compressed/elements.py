@@ -28,7 +28,7 @@ import numpy as np
 Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.unsignedinteger[Any]]]
 """Unsigned integers, one for each element or for its part in a plane."""
 
-_BLOCK_BYTES = 1 << 20  # what is put together at once stays in the cache
+_BLOCK_BYTES = 1 << 20  # the working set stays in the cache
 _EXPONENT_BITS = 8
 _MANTISSA = 0x7F
 _SIGN = 0x80

@@ -56,7 +56,7 @@ def state_metadata(flat: tree.FlatState) -> dict[str, str]:
                 f"{alias!r}, a second name of the tensor {name!r}, is reserved in the metadata",
                 hint=f"rename it: names that begin with {_OWN_PREFIX!r} are those of this library",
             )
-    # A second name serves other libraries only, which read these two as what they are.
+    # A second name serves other libraries only, which read these two correctly.
     aliases = {name: one for name, one in flat.aliases.items() if name not in _FORMAT_NAMES}
     found = {**aliases, SKELETON: flat.skeleton}
     stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}

@@ -154,7 +154,7 @@ class CheckpointReader:
             start = bounds[0][0] if bounds else 0
             return self._part(entry, skipped + start * step_bytes, lengths)
         start, stop = bounds[0]
-        if step_bytes >= PIECE_BYTES:  # what is between two parts may have units of its own
+        if step_bytes >= PIECE_BYTES:  # the bytes between two parts may have units of their own
             places = (skipped + index * step_bytes for index in range(start, stop))
             return np.stack([self._block(entry, place, bounds[1:]) for place in places])
         rows, inner = PIECE_BYTES // step_bytes, tuple(slice(*one) for one in bounds[1:])

@@ -166,7 +166,7 @@ def write_frames(
         level: Of zstd.
         sealer: Made for this plaintext.
         is_head_late: Whether the first frame can only be read after all others.
-        release: Called with offset and size of what was read, once it is compressed.
+        release: Called with offset and size of the bytes read, once they are compressed.
         wipe: Called with each buffer of plaintext, compressed or not, once it is used.
 
     Raises:

@@ -94,7 +94,7 @@ def load_file(
 
 
 def _check_tensors(tensors: object) -> None:
-    """Raise the library's errors, with its words, for what it does not save."""
+    """Raise the library's errors, with its words, for values that it does not save."""
     if not isinstance(tensors, Mapping):
         raise ValueError(  # noqa: TRY004  as the library
             f"Expected a dict of [str, torch.Tensor] but received {type(tensors)}"

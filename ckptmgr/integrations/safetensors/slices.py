@@ -45,7 +45,7 @@ class LazySlice:
         Raises:
             SafetensorError: The index is outside the tensor, or of another kind (not for torch).
             IndexError, TypeError: torch refuses the index.
-            CorruptCheckpoint: What is read is damaged.
+            CorruptCheckpoint: The data read is damaged.
         """
         reader = self._reader()
         spec = reader.spec(self._name)

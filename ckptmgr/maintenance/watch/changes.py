@@ -63,7 +63,7 @@ class Batch:
     Attributes:
         changed: The directories to list again.
         removed_temps: By directory: the temporary files of data that were removed.
-        vanished: The directories that were removed, and must be followed anew.
+        vanished: The directories that were removed, and must be followed again.
         has_losses: Whether events were lost, so that all directories must be listed.
     """
 
@@ -99,7 +99,7 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
             self._observer.join()
 
     def follow(self, directory: Path) -> str | None:
-        """Follow a directory, anew if it was followed; return why it can only be polled, or None."""
+        """Follow a directory, again if it was followed; return why it can only be polled, or None."""
         self._forget(directory)
         kind = self._kind_of(directory)
         if self._is_polling:
@@ -160,7 +160,7 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
 
 
 def leads_to_listing(name: str, *, is_removed: bool) -> bool:
-    """Return whether an event of this name may change what a listing shows.
+    """Return whether an event of this name may change a listing.
 
     >>> [leads_to_listing(n, is_removed=False) for n in ("net-1.ckpt", ".net.lease", "graph.json")]
     [True, True, False]

@@ -143,7 +143,7 @@ class DirectoryWatch:
         return [*reports, *self.ticked(at)]
 
     def failed(self, at: float, problem: str) -> list[Report]:
-        """Take the failure of a listing; what was known before stays known."""
+        """Take the failure of a listing; known checkpoints stay known."""
         self._error = problem
         return self.ticked(at)
 

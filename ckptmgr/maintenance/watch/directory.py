@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One watched directory on the disk: its listing, and what is done to its checkpoints."""
+"""One watched directory on the disk: its listing, and the work on its checkpoints."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class WatchedDirectory:
     def prune(
         self, series: str, policy: RetentionPolicy, *, at: float, grace: timedelta
     ) -> PruneResult:
-        """Apply retention to one series, into the trash; take what is too old out of the trash.
+        """Apply retention to one series, into the trash; remove expired batches from the trash.
 
         Raises:
             CkptmgrError, OSError: The policy is refused, or the disk fails.

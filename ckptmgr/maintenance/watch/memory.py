@@ -2,7 +2,7 @@
 """File in which a watch remembers across restarts which checkpoints passed their check.
 
 It only saves work: without it, or for files that changed since, a check is made again. A process
-that may write to it decides what is not checked again, so it must belong to this user or to root.
+that may write to it decides which checkpoints are not checked again, so it must belong to this user or to root.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen values of a watch: what a directory shows at one time, alarms, and reports. No I/O.
+"""Frozen values of a watch: the state of a directory at one time, alarms, and reports. No I/O.
 
 | alarm | stands while |
 |---|---|
@@ -77,7 +77,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a directory shows at one time.
+    """State of a directory at one time.
 
     Attributes:
         at: Seconds since the epoch.
@@ -133,7 +133,7 @@ class Limits:
     """When to raise an alarm.
 
     Attributes:
-        expect_every_s: A checkpoint is expected as often; None for what the history of a run says.
+        expect_every_s: A checkpoint is expected as often; None for the interval that the history of a run gives.
         slow_factor: A save is slow when it writes this many times slower than the median before.
         full_within_s: The disk is short when it will be full in less, at the present rate.
         settle_s: Damage of files that changed less long ago counts only when it stays.

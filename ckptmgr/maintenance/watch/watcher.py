@@ -39,12 +39,12 @@ class Settings:
         trust: The keys.
         level: How thoroughly to verify.
         limits: When to alarm.
-        poll_s: How often to list all directories, whether or not something was heard of them.
+        poll_s: How often to list all directories, also without an event.
         is_polling: Do not ask the kernel for changes.
         quarantines: Whether damaged checkpoints are moved into the quarantine.
         policy_of: Returns the retention policy of a directory; None applies none.
         grace: How long the trash keeps what retention removed.
-        memory: Remembers what was verified, or None.
+        memory: Remembers the verified checkpoints, or None.
         is_once: Do everything once, and end.
     """
 

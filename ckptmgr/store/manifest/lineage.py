@@ -97,7 +97,7 @@ def _is_replaced(checkpoint: Checkpoint, link: Link, later: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What must exist: a step that was reached, and an id or its first 16 digits or more."""
+    """Evidence that must exist: a step that was reached, and an id or its first 16 digits or more."""
 
     step: int | None = None
     id: str | None = None
