@@ -16,6 +16,7 @@ import pytest
 
 import ckptmgr
 from ckptmgr.cli.exits import Exit
+from ckptmgr.core import errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,7 +83,7 @@ def test_reference_has_every_public_name() -> None:
 
 
 def test_error_page_shows_the_tree_of_the_module() -> None:
-    tree = (ckptmgr.core.errors.__doc__ or "").split("```")[1]
+    tree = (errors.__doc__ or "").split("```")[1]
     assert tree.strip("\n") in (DOCS / "reference" / "errors.md").read_text()
 
 

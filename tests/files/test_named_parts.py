@@ -174,7 +174,8 @@ def test_file_of_a_callback_has_no_parts(tmp_path: Path) -> None:
 
 def test_only_goes_with_neither_into_nor_a_choice(tmp_path: Path) -> None:
     save_state({"net": {"w": np.ones(2)}}, tmp_path / "x.ckpt")
-    for options in ({"into": {"w": np.ones(2)}}, {"specify_prefix": "w"}):
+    chosen: tuple[dict[str, Any], ...] = ({"into": {"w": np.ones(2)}}, {"specify_prefix": "w"})
+    for options in chosen:
         with pytest.raises(ValueError, match="'only' says what is loaded"):
             load_checkpoint(tmp_path / "x.ckpt", only="net", **options)
 
