@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `CheckpointCallback` does beside the Trainer of Transformers: `make hub`."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("accelerate", reason="needs accelerate: make hub")
+transformers = pytest.importorskip("transformers", reason="needs transformers: make hub")
+
+from transformers import (  # noqa: E402
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
+from ckptmgr.core.errors import (  # noqa: E402
+    CheckpointNotFound,
+    KeyProblem,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.integrations.transformers import CheckpointCallback, from_pretrained  # noqa: E402
+
+pytestmark = [pytest.mark.hub, pytest.mark.filterwarnings("default")]  # Transformers advises
+KEY = bytes(range(32))
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+
+
+def new_model() -> Any:
+    torch.manual_seed(0)
+    return BertForSequenceClassification(BertConfig(**SMALL))
+
+
+def new_trainer(place: Path, model: Any, callbacks: list[Any], **options: Any) -> Any:
+    tokens = torch.randint(0, 50, (32, 8), generator=torch.Generator().manual_seed(1))
+    data: Any = [{"input_ids": row, "labels": row.sum() % 2} for row in tokens]
+    collator = options.pop("data_collator", None)
+    options = {"max_steps": 6, "save_strategy": "no", **options}
+    args = TrainingArguments(
+        str(place / "logs"), report_to="none", disable_tqdm=True, use_cpu=True, **options
+    )
+    return Trainer(
+        model,
+        args,
+        train_dataset=data,
+        eval_dataset=data[:8],
+        callbacks=callbacks,
+        data_collator=collator,
+    )
+
+
+def train(place: Path, config: CheckpointConfig | None = None, **options: Any) -> Any:
+    """Train with checkpoints; return the Trainer."""
+    more = options.pop("callbacks", [])
+    with CheckpointCallback(place / "runs", config) as checkpoints:
+        trainer = new_trainer(place, new_model(), [checkpoints, *more], **options)
+        trainer.train(resume_from_checkpoint=checkpoints.materialize())
+    return trainer
+
+
+def bytes_of(model: Any) -> bytes:
+    return b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+
+
+def test_page_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(block, names)  # noqa: S102 - our own page
+    assert bytes_of(names["model"]) == bytes_of(names["trainer"].model)
+
+
+class At(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Call a function after a step."""
+
+    def __init__(self, step: int, what: Any) -> None:
+        self.step, self.what = step, what
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.what(control)
+
+
+class Failed(Exception):
+    """The user's own."""
+
+
+def fail(_: Any) -> None:
+    raise Failed("mine")
+
+
+def test_run_that_had_ended_started_again_stays_as_it_was(tmp_path: Path) -> None:
+    first = train(tmp_path)
+    again = train(tmp_path)
+    assert bytes_of(again.model) == bytes_of(first.model)
+    assert again.state.global_step == 6
+    assert CheckpointManager(tmp_path / "runs").checkpoints()[-1].step == 6
+
+
+def test_exception_in_training_is_the_one_that_the_user_sees(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="mine"):
+        train(
+            tmp_path,
+            CheckpointConfig(save_checkpoint_steps=2, async_save="thread"),
+            callbacks=[At(5, fail)],
+        )
+    assert CheckpointManager(tmp_path / "runs").checkpoints()[-1].step == 4
+
+
+def test_exception_save_saves_the_last_step_that_ended(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=2, exception_save=True)
+    with pytest.raises(Failed, match="mine"):
+        train(tmp_path, config, callbacks=[At(5, fail)])
+    assert [one.step for one in CheckpointManager(tmp_path / "runs").checkpoints()] == [2, 4, 5]
+
+
+def test_checkpoint_of_an_evaluated_step_has_its_metrics_and_the_best_is_kept(
+    tmp_path: Path,
+) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=2, keep="best(1, eval_loss, min)")
+    train(tmp_path, config, eval_strategy="steps", eval_steps=2, learning_rate=1e-2)
+    kept = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert {"eval_loss", "eval_runtime"} <= kept[-1].metrics.keys()
+
+
+def test_encrypted_run_materialized_links_into_memory_and_leaves_nothing(tmp_path: Path) -> None:
+    config = CheckpointConfig(enc_key=KEY, format="safetensors")
+    train(tmp_path, config)
+    seen = []
+
+    def look(_: Any) -> None:
+        seen.append(folder.exists())
+
+    with CheckpointCallback(tmp_path / "runs", config) as checkpoints:
+        folder = Path(str(checkpoints.materialize()))
+        assert {Path(one.readlink()).parts[1] for one in folder.iterdir()} == {"proc"}
+        trainer = new_trainer(tmp_path, new_model(), [checkpoints, At(7, look)], max_steps=8)
+        trainer.train(resume_from_checkpoint=str(folder))
+    assert seen == [False]
+
+
+def test_plain_run_materialized_is_a_directory_that_goes_with_the_block(tmp_path: Path) -> None:
+    train(tmp_path)
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        folder = Path(str(checkpoints.materialize()))
+        assert {one.name for one in folder.iterdir()} == {
+            "model.safetensors",
+            "optimizer.pt",
+            "scheduler.pt",
+            "rng_state.pth",
+            "trainer_state.json",
+        }
+        assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 6
+    assert not folder.exists()
+
+
+def test_tied_weights_resumed_are_tied_and_equal(tmp_path: Path) -> None:
+    def run(place: Path, *callbacks: Any) -> Any:
+        torch.manual_seed(0)
+        model = BertForMaskedLM(BertConfig(**SMALL))
+        with CheckpointCallback(place) as checkpoints:
+            trainer = new_trainer(
+                tmp_path, model, [checkpoints, *callbacks], data_collator=same_labels
+            )
+            trainer.train(resume_from_checkpoint=checkpoints.materialize())
+        return model
+
+    def same_labels(rows: list[Any]) -> Any:
+        tokens = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": tokens, "labels": tokens}
+
+    uncut = run(tmp_path / "uncut")
+    run(tmp_path / "cut", At(3, lambda control: setattr(control, "should_training_stop", True)))
+    model = run(tmp_path / "cut")
+    assert bytes_of(model) == bytes_of(uncut)
+    outputs, inputs = model.get_output_embeddings(), model.get_input_embeddings()
+    assert outputs.weight.data_ptr() == inputs.weight.data_ptr()
+
+
+def test_checkpoint_that_is_not_of_a_trainer_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "runs") as manager:
+        manager.save(1, {"weights": [1.0]})
+    with (
+        CheckpointCallback(tmp_path / "runs") as checkpoints,
+        pytest.raises(UnsupportedCheckpoint, match="no state of a Trainer"),
+    ):
+        checkpoints.materialize()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"restore_callback_states_from_checkpoint": True}, "restore_callback_states"),
+        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
+    ],
+)
+def test_arguments_that_need_other_saves_are_refused_by_name(
+    options: dict[str, Any], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        train(tmp_path, **options)
+
+
+@pytest.mark.parametrize(("name", "value"), [("fsdp", "full_shard"), ("deepspeed", {"zero": 1})])
+def test_sharded_training_is_refused_by_name(name: str, value: object, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    setattr(args, name, value)  # the real ones need a launcher
+    with pytest.raises(ValueError, match=name):
+        CheckpointCallback(tmp_path / "runs").on_init_end(args, None, None)
+
+
+def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="coordinator"):
+        CheckpointCallback(tmp_path, coordinator=object())
+
+
+def test_training_outside_of_the_block_is_refused(tmp_path: Path) -> None:
+    checkpoints = CheckpointCallback(tmp_path / "runs")
+    with pytest.raises(RuntimeError, match="with CheckpointCallback"):
+        checkpoints.materialize()
+    with pytest.raises(RuntimeError, match="with CheckpointCallback"):
+        new_trainer(tmp_path, new_model(), [checkpoints]).train()
+
+
+def test_trainer_that_saves_too_is_warned_of_by_name(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"save_strategy"):
+        train(tmp_path, save_strategy="steps", max_steps=1)
+
+
+def test_data_that_are_not_skipped_are_warned_of_by_name(tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.warns(UserWarning, match="ignore_data_skip"):
+        train(tmp_path, ignore_data_skip=True, max_steps=7)
+
+
+def test_collator_that_draws_is_warned_of_once(tmp_path: Path) -> None:
+    def masking(rows: list[Any]) -> Any:
+        batch = transformers.default_data_collator(rows)
+        return batch | {"input_ids": batch["input_ids"] * (torch.rand(8) > 0.1)}
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(tmp_path, data_collator=masking, num_train_epochs=3, max_steps=-1)
+    assert len([one for one in caught if "random numbers" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize(
+    "kind", [AutoModelForSequenceClassification, BertForSequenceClassification]
+)
+def test_from_pretrained_gives_the_newest_model(
+    kind: Any, key: bytes | None, tmp_path: Path
+) -> None:
+    config = CheckpointConfig() if key is None else CheckpointConfig(enc_key=key)
+    trained = train(tmp_path, config, max_steps=1)
+    model = from_pretrained(kind, tmp_path / "runs", key=key)
+    assert type(model) is BertForSequenceClassification
+    assert bytes_of(model) == bytes_of(trained.model)
+    assert not model.training
+
+
+def test_from_pretrained_without_the_key_is_an_error(tmp_path: Path) -> None:
+    train(tmp_path, CheckpointConfig(enc_key=KEY), max_steps=1)
+    with pytest.raises(KeyProblem):
+        from_pretrained(AutoModelForSequenceClassification, tmp_path / "runs")
+
+
+def test_from_pretrained_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="no checkpoint of a Trainer"):
+        from_pretrained(AutoModelForSequenceClassification, tmp_path)
+
+
+def test_model_without_configuration_trains_and_is_refused_by_from_pretrained(
+    tmp_path: Path,
+) -> None:
+    class Plain(torch.nn.Module):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 1)
+
+        def forward(self, input_ids: Any, labels: Any) -> Any:
+            return {"loss": (self.inner(input_ids.float()).sum(1) - labels).square().mean()}
+
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        new_trainer(tmp_path, Plain(), [checkpoints], max_steps=1).train()
+    with pytest.raises(UnsupportedCheckpoint, match="no configuration"):
+        from_pretrained(BertForSequenceClassification, tmp_path / "runs")
