@@ -49,6 +49,8 @@ class Kit:
             resumed from; None to not count them.
         fork: Whether runs are forked from one process that has imported the program. It saves the
             time of imports; frameworks that start threads when they are imported cannot have it.
+        stops_at_once: Whether SIGTERM during the save of a step ends the run after that step, and not
+            after the next one.
         python: The interpreter.
         environment: Variables for the runs, besides those of this process; `OMP_NUM_THREADS` is 1.
         timeout_s: How long a run may take.
@@ -64,6 +66,7 @@ class Kit:
         steps_per_epoch: int,
         keep: int | None = None,
         fork: bool = False,
+        stops_at_once: bool = False,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = 300.0,
@@ -89,6 +92,7 @@ class Kit:
         self._command = [python, "-c", _RUN, program]
         self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
         self._is_forking = fork
+        self._stops_at_once = stops_at_once
         self._server: subprocess.Popen[str] | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -127,7 +131,7 @@ class Kit:
                 steps=run.steps,
                 result=run.result,
                 how=cut.how,
-                step=cut.step,
+                step=cut.step + (self._stops_at_once and cut.how == "terminate"),
             )
         )
         self._check_end(cut, code, place, result)

@@ -136,6 +136,12 @@ class DataState:
         self._pending.clear()
         self._noted = None
 
+    def end_pass(self, name: str) -> None:
+        """Count the pass over a loader as ended."""
+        place = self._passes.get(name)
+        if place is not None:
+            place.is_open = place.is_iterated = False
+
     def plan_restore(self, text: str | None) -> Callable[[], None]:
         """Return a function that takes the places of a checkpoint, and sets the random numbers.
 
@@ -293,6 +299,10 @@ class Batches(Generic[_T]):
         return self._data.batches(
             self._loader, name=self._name, epoch=self._epoch, random=self._random
         )
+
+    def end_pass(self) -> None:
+        """Count the pass as ended, though the loader may have more batches: the next one is new."""
+        self._data.end_pass(self._name)
 
     def __len__(self) -> int:
         """Return the number of batches of a whole pass, where the loader knows it."""

@@ -49,10 +49,13 @@ class Kits:
         self.directory = directory
         self.made: list[Kit] = []
 
-    def __call__(self, text: str, *, fork: bool = True, keep: int | None = None) -> Kit:
+    def __call__(
+        self, text: str, *, fork: bool = True, keep: int | None = None, stops_at_once: bool = False
+    ) -> Kit:
         (self.directory / "program.py").write_text(text)
         program = f"{self.directory}/program.py:main"
-        self.made.append(Kit(program, steps_per_epoch=4, fork=fork, keep=keep))
+        made = Kit(program, steps_per_epoch=4, fork=fork, keep=keep, stops_at_once=stops_at_once)
+        self.made.append(made)
         return self.made[-1]
 
 
@@ -73,6 +76,17 @@ def cut(kit: Kit, name: str) -> Cut:
 def test_program_passes_in_new_processes(kits: Kits, tmp_path: Path) -> None:
     kit = kits(PROGRAM, fork=False)
     kit.check(cut(kit, "killed inside"), tmp_path / "run")
+
+
+def test_program_that_ends_with_the_step_of_the_signal_passes_where_that_is_said(
+    kits: Kits, tmp_path: Path
+) -> None:
+    note = "asked = []; import signal; signal.signal(signal.SIGTERM, lambda *_: asked.append(1))"
+    text = changed((SEED, f"{SEED}; {note}"), ("manager.should_stop", "asked"))
+    with pytest.raises(NotConforming, match="saved were only"):
+        kits(text).check(cut(kits.made[-1], "preempted inside"), tmp_path / "next")
+    kit = kits(text, stops_at_once=True)
+    kit.check(cut(kit, "preempted inside"), tmp_path / "now")
 
 
 LOOP, LEAVE = " and not manager.should_stop", " or manager.should_stop"

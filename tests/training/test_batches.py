@@ -539,3 +539,15 @@ def test_each_rank_goes_on_with_its_own_batches(
     else:
         assert found == [loader(0)]
         assert "the data loaders begin their pass anew" in caplog.text
+
+
+def test_pass_that_was_ended_is_not_continued(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        batches = manager.batches(range(4))
+        batches.end_pass()  # of none
+        assert next(iter(batches)) == 0
+        batches.end_pass()
+        manager.save(1, {})
+    with CheckpointManager(tmp_path) as manager:
+        manager.resume({})
+        assert list(manager.batches(range(4))) == [0, 1, 2, 3]

@@ -34,7 +34,7 @@ from ckptmgr.files.save.single_file import remove_single_file
 from ckptmgr.files.state_file import load_state, save_state
 from ckptmgr.io.filesystem import OsFileSystem
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FORMATS = (".ckpt", ".safetensors")
 # The kinds of hyper parameters that Lightning names by their class, and under which keys.
 _CONFIGURATIONS = {
@@ -93,7 +93,7 @@ class CkptmgrIO:
             "dec_key": enc_key if dec_key is None else dec_key,
             "allow_unencrypted": allow_unencrypted,
         }
-        _register(type(self))
+        register(type(self))
 
     def save_checkpoint(
         self,
@@ -121,7 +121,7 @@ class CkptmgrIO:
             # replaced.
             remove_single_file(place)
         save_state(
-            _storable(checkpoint),
+            storable(checkpoint),
             place,
             format=None if place.name.endswith(_FORMATS) else "safetensors",
             manifest=False,
@@ -163,7 +163,7 @@ class CkptmgrIO:
         found = load_state(place, **self._loading)
         if not isinstance(found, dict):
             raise UnsupportedCheckpoint("holds no checkpoint of Lightning", path=place)
-        return _restored(found)
+        return restored(found)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint durably, if it is there.
@@ -193,14 +193,14 @@ class CkptmgrIO:
         """Do nothing: saved files are durable."""
 
 
-def _register(kind: type) -> None:
+def register(kind: type) -> None:
     """Have the base classes of Lightning take `kind` as their own.
 
     Raises:
         ImportError: There is none.
     """
-    names = [name for name in _PACKAGES if name in sys.modules]
-    names = names or [name for name in _PACKAGES if find_spec(name.partition(".")[0]) is not None]
+    names = [name for name in PACKAGES if name in sys.modules]
+    names = names or [name for name in PACKAGES if find_spec(name.partition(".")[0]) is not None]
     if not names:
         raise ImportError("CkptmgrIO needs lightning or pytorch_lightning")
     for name in names:
@@ -217,7 +217,7 @@ def _local(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
-def _storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint in which classes of hyper parameters are named."""
     kinds = {key: checkpoint[key] for key in _HYPER_PARAMETERS if key in checkpoint}
     names = {
@@ -228,8 +228,8 @@ def _storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {**checkpoint, **names}
 
 
-def _restored(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Undo `_storable`; the classes are those of omegaconf, so that a file names no others."""
+def restored(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Undo `storable`; the classes are those of omegaconf, so that a file names no others."""
     for key, values in _HYPER_PARAMETERS.items():
         name = _CONFIGURATIONS.get(checkpoint.get(key, ""))
         if name is not None:

@@ -1,0 +1,416 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ManagerCheckpoint`: the checkpoints of a `CheckpointManager` as a callback of Lightning.
+
+Only public names of Lightning are used. The state is the dictionary of `trainer.save_checkpoint`,
+which the trainer hands to the `CheckpointIO` of its strategy: during a fit that is one of ours, which
+keeps what the callback asked for, and passes everything else on.
+
+When a step is saved, each rule found by failing:
+
+* Inside an epoch in `on_train_batch_end`.
+* Before a validation in `on_validation_end`: Lightning does not repeat the validation of a batch that
+  was saved before it, so that early stopping and random numbers would be others.
+* At the last batch of an epoch in `on_train_epoch_end`, after the hooks and the validation.
+* Random numbers are put back at the start of the epoch, or at the first batch: between the load
+  and that, the loaders are made, such as of a random split, and draw what they draw at each start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.core.notes import add_note
+from ckptmgr.integrations.lightning.checkpoint_io import (
+    PACKAGES,
+    register,
+    restored,
+    storable,
+)
+from ckptmgr.integrations.lightning.loaders import TrainingLoaders
+from ckptmgr.integrations.lightning.progress import start_next_epoch
+from ckptmgr.observe.observers import Observer
+from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.training.manager import CheckpointManager
+
+if TYPE_CHECKING:
+    from ckptmgr.crypto.keys.signing import PublicKey
+
+_LOG = logging.getLogger(__name__)
+_SCHEME = "ckptmgr:"
+_LATEST = "latest"
+_SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
+
+
+def _packages() -> list[str]:
+    """Return the packages of Lightning that are imported, or else the first installed one."""
+    loaded = [name for name in PACKAGES if name in sys.modules]
+    found = [name for name in PACKAGES if find_spec(name.partition(".")[0]) is not None]
+    if not loaded and not found:
+        raise ImportError("ManagerCheckpoint needs lightning or pytorch_lightning")
+    return loaded or found[:1]
+
+
+def _bases() -> tuple[Any, ...]:
+    return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in _packages())
+
+
+class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
+    """Saves, deletes and resumes by a `CheckpointConfig`, bit for bit.
+
+    ```
+    checkpoints = ManagerCheckpoint("runs/digits", CheckpointConfig(keep="last(2)"))
+    trainer = Trainer(callbacks=[checkpoints])
+    trainer.fit(model, loader, ckpt_path=checkpoints.latest())
+    ```
+
+    Steps are those of `trainer.global_step`, metrics those of `trainer.callback_metrics`. A run that
+    gets SIGTERM saves its last step before Lightning ends it. `trainer.fit` without
+    `ckpt_path=checkpoints.latest()` is refused where there are checkpoints.
+
+    Args:
+        directory: Directory of the checkpoints.
+        config: When and how to save, what to keep.
+        prefix: Name of the series.
+        start: `newest`, or `new` to allow a start at step 0 beside the present checkpoints.
+        trusted_keys: As for `CheckpointManager`.
+        allow_unsealed: As for `CheckpointManager`.
+        allow_unencrypted: As for `CheckpointManager`.
+        observe: As for `CheckpointManager`.
+
+    Attributes:
+        manager: The `CheckpointManager`, to list, pin or load checkpoints.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+        ImportError: Lightning is not installed.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        prefix: str = "ckpt",
+        start: Literal["newest", "new"] = "newest",
+        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+        allow_unsealed: bool = False,
+        allow_unencrypted: bool = False,
+        observe: Observer | Iterable[Observer] | None = None,
+    ) -> None:
+        if start not in ("newest", "new"):
+            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
+        super().__init__()
+        self.manager = CheckpointManager(
+            directory,
+            config,
+            prefix=prefix,
+            trusted_keys=trusted_keys,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+            observe=observe,
+        )
+        self._start = start
+        self._io: _ManagerIO | None = None
+        self._loaders = TrainingLoaders(self.manager, self._put_random_back)
+        self._random: Mapping[str, object] | None = None
+        self._is_resumed = False
+        self._ended_step: int | None = None
+        self._saved_step: int | None = None
+        self._waits_for: Literal["validation", "epoch"] | None = None
+        self._is_between_epochs = False
+        self._metrics: Mapping[str, float] = {}
+
+    def latest(self) -> str | None:
+        """Return the newest checkpoint for `ckpt_path=`; None for a first start."""
+        return None if self.manager.latest() is None else f"{_SCHEME}{_LATEST}"
+
+    def best(self, metric: str, mode: str = "min") -> str | None:
+        """Return the checkpoint with the best value of a metric, for `trainer.test(ckpt_path=...)`."""
+        found = self.manager.best(metric, mode)
+        return None if found is None else f"{_SCHEME}{found.name}"
+
+    # ------------------------------------------------------------------ hooks of Lightning
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stand between the strategy and its files and loaders.
+
+        Raises:
+            ValueError: The strategy saves shards without a `CheckpointIO`, or has several processes.
+        """
+        strategy = trainer.strategy
+        if any(cls.__name__ in _SHARDING for cls in type(strategy).__mro__):
+            raise ValueError(
+                f"{type(strategy).__name__} saves shards without a CheckpointIO, so ManagerCheckpoint cannot; for FSDP2 and"
+                " tensor parallel states use ckptmgr.integrations.dcp"
+            )
+        if trainer.world_size > 1:
+            raise ValueError(
+                f"ManagerCheckpoint saves the state of one process, and there are {trainer.world_size}: use"
+                " ModelCheckpoint with the plugin ckptmgr.integrations.lightning.CkptmgrIO"
+            )
+        self._io = _ManagerIO(self, trainer, strategy.checkpoint_io)
+        strategy.checkpoint_io = self._io
+        if stage == "fit" and not trainer.fast_dev_run:
+            self._is_resumed = False
+            self._loaders.begin()
+            process = strategy.process_dataloader
+
+            def process_dataloader(loader: Any) -> Any:
+                made = process(loader)
+                return self._loaders.stand_in(made) if trainer.training else made
+
+            strategy.process_dataloader = process_dataloader
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to train from scratch beside checkpoints.
+
+        Raises:
+            ValueError: There are checkpoints, and none of them is resumed.
+        """
+        if trainer.fast_dev_run or self._is_resumed:
+            return
+        if trainer.global_step and trainer.global_step == self._ended_step:
+            return  # a second fit of the same trainer
+        newest = self.manager.latest()
+        if newest is not None and self._start == "newest":
+            raise ValueError(
+                f"{newest.path} is of step {newest.step}, and this fit does not resume it (Lightning's ckpt_path='last' finds"
+                " only its own files): pass ckpt_path=checkpoints.latest() to fit, or start a new run beside it with"
+                " ManagerCheckpoint(..., start='new')"
+            )
+        self.manager.resume(start=self._start)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Give back the metrics, for what monitors them; warn of what Lightning does not resume."""
+        trainer.callback_metrics.update(
+            {name: torch.tensor(value) for name, value in self._metrics.items()}
+        )
+        self._metrics = {}
+        plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+        if self._is_resumed and any(config.interval == "epoch" for config in plateaus):
+            _LOG.warning(
+                "Lightning does not step a ReduceLROnPlateau at the end of the epoch that it resumes, so the learning rate may"
+                " not be that of an uncut run"
+            )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Put the random numbers back, before the module draws."""
+        self._is_between_epochs = False
+        self._put_random_back()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note that an epoch runs; of a resumed one Lightning does not say that it starts."""
+        self._is_between_epochs = False
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save, if it is due, or wait for the end of the validation or of the epoch.
+
+        Raises:
+            UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
+        """
+        if trainer.fast_dev_run or trainer.global_step == self._ended_step:
+            return
+        self._ended_step = trainer.global_step
+        if trainer.is_last_batch:
+            self._waits_for = "epoch"
+        elif _validates(trainer, batch_idx):
+            self._waits_for = "validation"
+        else:
+            self._step_end(trainer)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the step that the validation followed."""
+        if self._waits_for == "validation":
+            self._step_end(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step of the epoch."""
+        if self._waits_for is not None:
+            self._is_between_epochs = True
+            self._loaders.end_pass()
+            self._step_end(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Save the last step, if it is due at the end, and wait."""
+        self.manager.__exit__(None, None, None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Save the last step after SIGTERM, or if `exception_save` asks for it; never raise."""
+        try:
+            if _is_sigterm(exception) and self._ended_step != self._saved_step:
+                self._save_preempted(trainer)
+            self.manager.__exit__(type(exception), exception, exception.__traceback__)
+        except Exception as failure:
+            add_note(exception, f"ckptmgr: the last step could not be saved: {failure}")
+        finally:
+            self._uninstall(trainer)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for the saves, and give the strategy back its own."""
+        try:
+            self.manager.close()
+        finally:
+            self._uninstall(trainer)
+
+    # ------------------------------------------------------------------ saves
+
+    def _step_end(self, trainer: Any) -> None:
+        self._waits_for = None
+        step = trainer.global_step
+        state: Any = lambda: self._state_of(trainer)  # noqa: E731
+        if 0 <= trainer.max_steps <= step and not trainer.is_last_batch:
+            # The trainer counts the epoch as ended before it ends.
+            ready = self._state_of(trainer)
+            state = lambda: ready  # noqa: E731
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        handle = self.manager.step_end(step, state, epoch=trainer.current_epoch, metrics=metrics)
+        if handle is not None:
+            self._saved_step = step
+
+    def _save_preempted(self, trainer: Any) -> None:
+        assert self._ended_step is not None  # noqa: S101
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.manager.save(
+            self._ended_step,
+            lambda: self._state_of(trainer),
+            epoch=trainer.current_epoch,
+            metrics=metrics,
+            why="preempted",
+        )
+
+    def _state_of(self, trainer: Any) -> dict[str, Any]:
+        """Return the checkpoint of a trainer, which it hands to our `CheckpointIO`."""
+        assert self._io is not None  # noqa: S101 - since `setup`
+        checkpoint = self._io.taken(trainer)
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        fit_loop["state_dict"].pop("combined_loader", None)  # the manager has the places
+        if self._is_between_epochs:
+            start_next_epoch(fit_loop)
+        return storable(checkpoint)
+
+    # ------------------------------------------------------------------ loads
+
+    def load(self, trainer: Any, name: str) -> dict[str, Any]:
+        """Return a checkpoint by its name; a fit goes on from the newest one.
+
+        Raises:
+            ValueError: A fit asks for another checkpoint than the newest.
+            CheckpointNotFound: There is none that loads.
+        """
+        if getattr(trainer.state.fn, "value", None) != "fit":
+            return restored(_checked(self.manager.load(name), name))
+        if name != _LATEST:
+            raise ValueError(
+                f"a fit goes on from the newest checkpoint, and not from {name}: pass ckpt_path=checkpoints.latest()"
+            )
+        random = GlobalRandom()
+        of_start = random.state_dict()
+        found = self.manager.resume()
+        if found.is_fresh:
+            reasons = "; ".join(f"{one.checkpoint.name}: {one.reason}" for one in found.skipped)
+            raise CheckpointNotFound(
+                f"no checkpoint to resume from{reasons and f' ({reasons})'}",
+                path=self.manager.directory,
+                hint="ckpt_path=checkpoints.latest() is None for a first start",
+            )
+        checkpoint = restored(_checked(found.state, name))
+        self._random = random.state_dict()
+        random.load_state_dict(
+            of_start
+        )  # what the program draws for its data is that of each start
+        self._is_resumed = True
+        self._ended_step = self._saved_step = found.step
+        self._metrics = found.metrics
+        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)  # ours are
+        return checkpoint
+
+    def _put_random_back(self) -> None:
+        if self._random is not None:
+            GlobalRandom().load_state_dict(self._random)
+            self._random = None
+
+    def _uninstall(self, trainer: Any) -> None:
+        if self._io is not None:
+            trainer.strategy.checkpoint_io = self._io.inner
+            vars(trainer.strategy).pop("process_dataloader", None)
+            self._io = None
+
+
+class _ManagerIO:
+    """The `CheckpointIO` of a strategy during a fit: `ckptmgr:` is the manager, all else as before."""
+
+    def __init__(self, callback: ManagerCheckpoint, trainer: Any, inner: Any) -> None:
+        self.inner = inner
+        self._callback = callback
+        self._trainer = trainer
+        self._taken: dict[str, Any] | None = None
+        register(type(self))
+
+    def taken(self, trainer: Any) -> dict[str, Any]:
+        """Return what the trainer saves."""
+        try:
+            trainer.save_checkpoint(_SCHEME, weights_only=False)
+            if self._taken is None:
+                raise UnsupportedState(
+                    f"{type(trainer.strategy).__name__} saves without its CheckpointIO, so ManagerCheckpoint cannot",
+                    hint="use a strategy that saves one state",
+                )
+            return self._taken
+        finally:
+            self._taken = None
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, *args: Any, **options: Any
+    ) -> None:
+        if str(path) == _SCHEME:
+            self._taken = checkpoint
+        else:
+            self.inner.save_checkpoint(checkpoint, path, *args, **options)
+
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).startswith(_SCHEME):
+            return self._callback.load(self._trainer, str(path).removeprefix(_SCHEME))
+        return self.inner.load_checkpoint(path, *args, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self.inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self.inner.teardown()
+
+
+def _checked(state: object, name: str) -> dict[str, Any]:
+    if not isinstance(state, dict) or "state_dict" not in state:
+        raise ValueError(f"{name} holds no checkpoint of Lightning")
+    return state
+
+
+def _is_sigterm(error: BaseException) -> bool:
+    return any(cls.__name__ == "SIGTERMException" for cls in type(error).__mro__)
+
+
+def _validates(trainer: Any, batch_idx: int) -> bool:
+    """Whether a validation follows a batch that is not the last of its epoch."""
+    every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    if not trainer.enable_validation or between is None:
+        return False
+    if every is not None and (trainer.current_epoch + 1) % every:
+        return False
+    done = trainer.fit_loop.total_batch_idx if every is None else batch_idx
+    return bool((done + 1) % between == 0)

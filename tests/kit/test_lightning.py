@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits of Lightning go on bit for bit: `make kit FRAMEWORK=lightning`."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.kit.cuts import every_cut
+
+lightning = pytest.importorskip("lightning", reason="needs lightning: make kit FRAMEWORK=lightning")
+torch = pytest.importorskip("torch")
+
+from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
+
+from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError  # noqa: E402
+from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
+
+pytestmark = pytest.mark.kit
+ROOT = Path(__file__).parents[2]
+COMMON = {"fork": True, "stops_at_once": True}
+PROGRAMS = {
+    "examples/lightning_fit.py:main": {"steps_per_epoch": 10, "keep": 2, **COMMON},
+    **{
+        f"tests/kit/lightning_programs.py:{name}": {"steps_per_epoch": 4, **COMMON}
+        for name in ("steps", "epochs", "stateful", "workers")
+    },
+}
+
+
+@pytest.mark.usefixtures("kit")
+@every_cut(PROGRAMS)
+def test_fit_goes_on_as_if_it_had_not_been_cut(cut: str, check: Callable[[str], None]) -> None:
+    check(cut)
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Let Lightning advise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def fit(
+    directory: Path, steps: int = 4, *, model: Any = None, ckpt_path: Any = "latest", **options: Any
+) -> Any:
+    """Train, by default from the newest checkpoint; return the trainer."""
+    config = CheckpointConfig(**options.pop("config", {}))
+    checkpoints = ManagerCheckpoint(directory, config, **options.pop("callback", {}))
+    trainer = lightning.Trainer(
+        max_steps=steps,
+        callbacks=[checkpoints],
+        limit_val_batches=0,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    path = checkpoints.latest() if ckpt_path == "latest" else ckpt_path
+    trainer.fit(BoringModel() if model is None else model, ckpt_path=path)
+    return trainer
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [one.step for one in CheckpointManager(directory).checkpoints()]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("path", [None, "last"])
+def test_fit_that_does_not_resume_beside_checkpoints_is_refused(
+    path: str | None, tmp_path: Path
+) -> None:
+    fit(tmp_path)
+    with pytest.raises(ValueError, match=r"step 4.*checkpoints.latest\(\).*start='new'"):
+        fit(tmp_path, 8, ckpt_path=path)
+    assert max(steps_in(tmp_path)) == 4
+
+
+@pytest.mark.usefixtures("quiet")
+def test_start_new_trains_beside_checkpoints(tmp_path: Path) -> None:
+    fit(tmp_path)
+    trainer = fit(tmp_path, 2, ckpt_path=None, callback={"start": "new"})
+    assert trainer.global_step == 2
+    assert {2, 4} <= set(steps_in(tmp_path))
+
+
+@pytest.mark.usefixtures("quiet")
+def test_path_of_another_checkpoint_than_the_newest_is_refused_for_a_fit(tmp_path: Path) -> None:
+    fit(tmp_path)
+    with pytest.raises(ValueError, match="goes on from the newest checkpoint"):
+        fit(tmp_path, 8, ckpt_path="ckptmgr:ckpt-2.ckpt")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_missing_checkpoint_is_named_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFound, match="None for a first start"):
+        fit(tmp_path, ckpt_path="ckptmgr:latest")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_second_fit_of_a_trainer_goes_on(tmp_path: Path) -> None:
+    trainer = fit(tmp_path)
+    trainer.fit_loop.max_epochs = -1
+    trainer.fit_loop.epoch_loop.max_steps = 6
+    trainer.fit(trainer.lightning_module)
+    assert max(steps_in(tmp_path)) == 6
+
+
+@pytest.mark.usefixtures("quiet")
+def test_best_checkpoint_is_loaded_by_test(tmp_path: Path) -> None:
+    class Logging(BoringModel):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("worse", float(self.global_step))
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(tmp_path, model=Logging(), config={"keep": "last(4)"})
+    (callback,) = trainer.checkpoint_callbacks
+    best = callback.manager.load(1)["state_dict"]
+    model = Logging()
+    trainer.test(model, ckpt_path=callback.best("worse"), verbose=False)
+    torch.testing.assert_close(dict(model.state_dict()), dict(best), rtol=0, atol=0)
+    assert callback.best("other") is None
+
+
+@pytest.mark.usefixtures("quiet")
+def test_encrypted_checkpoints_resume_with_their_key(tmp_path: Path) -> None:
+    secret = {"enc_key": bytes(range(32)), "format": "safetensors", "async_save": "thread"}
+    fit(tmp_path, config=secret)
+    assert fit(tmp_path, 6, config=secret).global_step == 6
+    with pytest.raises(CkptmgrError, match="encrypted"):
+        fit(tmp_path, 8)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_files_of_the_trainer_are_written_as_ever(tmp_path: Path) -> None:
+    class Saving(BoringModel):  # type: ignore[misc]
+        def on_train_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "own.ckpt")
+
+    fit(tmp_path / "runs", model=Saving())
+    own = lightning.Trainer(
+        max_steps=6,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        limit_val_batches=0,
+    )
+    own.fit(BoringModel(), ckpt_path=tmp_path / "own.ckpt")
+    assert own.global_step == 6
+
+
+class Failing(BoringModel):  # type: ignore[misc]
+    """Fails in the third step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss of the first two steps."""
+        if self.global_step == 2:
+            raise ZeroDivisionError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_error_of_the_user_survives_a_save_that_fails(tmp_path: Path) -> None:
+    class Unsaved(Failing):
+        def on_exception(self, *_: object) -> None: ...
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["odd"] = object()
+
+    config = {"save_checkpoint_steps": 100, "exception_save": True}
+    with pytest.raises(ZeroDivisionError, match="of the user") as caught:
+        fit(tmp_path, model=Unsaved(), config=config)
+    assert any("odd" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:
+    config = {"save_checkpoint_steps": 100, "exception_save": True}
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, model=Failing(), config=config)
+    assert [path for path in tmp_path.iterdir() if "2" in path.name]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["FSDPStrategy", "ModelParallelStrategy"])
+def test_strategy_that_saves_shards_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    made = getattr(lightning.pytorch.strategies, name)
+    trainer = SimpleNamespace(strategy=object.__new__(made), world_size=1, fast_dev_run=False)
+    with pytest.raises(ValueError, match=f"{name} saves shards"):
+        ManagerCheckpoint(tmp_path).setup(trainer, None, "fit")
+
+
+def test_several_processes_are_refused(tmp_path: Path) -> None:
+    trainer = SimpleNamespace(strategy=object(), world_size=2, fast_dev_run=False)
+    with pytest.raises(ValueError, match=r"there are 2.*CkptmgrIO"):
+        ManagerCheckpoint(tmp_path).setup(trainer, None, "fit")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_loader_without_a_length_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(BoringModel):  # type: ignore[misc]
+        def train_dataloader(self) -> Any:
+            return (torch.ones(1, 32) for _ in range(9))
+
+    fit(tmp_path, model=Endless())
+    assert "without a length" in caplog.text
+
+
+@pytest.mark.usefixtures("quiet")
+def test_plateau_is_warned_of_when_the_run_resumes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Plateau(BoringModel):  # type: ignore[misc]
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("loss", 1.0)
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "loss"},
+            }
+
+    fit(tmp_path, model=Plateau())
+    assert "ReduceLROnPlateau" not in caplog.text
+    fit(tmp_path, 6, model=Plateau())
+    assert "ReduceLROnPlateau" in caplog.text
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fast_dev_run_saves_nothing(tmp_path: Path) -> None:
+    fit(tmp_path, fast_dev_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quiet")
+def test_resumed_run_with_more_steps_ends_as_one_run(tmp_path: Path) -> None:
+    weights = []
+    for ends in ([9], [5, 9]):
+        model = BoringModel()
+        for end in ends:
+            lightning.seed_everything(1, verbose=False)  # the module draws its data
+            model = BoringModel()
+            config = {"save_checkpoint_steps": 100}
+            fit(tmp_path / str(len(ends)), end, model=model, config=config)
+        weights.append(dict(model.state_dict()))
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_unknown_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'newest' or 'new'"):
+        ManagerCheckpoint(tmp_path, start="old")  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "lightning.md"
+    if not page.exists():
+        pytest.skip("needs the sources")
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for end in (40, 60):
+        names: dict[str, Any] = {}
+        exec(block.replace("40", str(end)), names)  # noqa: S102 - our own page
+        assert names["trainer"].global_step == end
+    assert max(steps_in(tmp_path / "runs" / "boring")) == 60
+
+
+def test_example_is_at_most_three_lines_longer_than_without_checkpoints() -> None:
+    lines = (ROOT / "examples" / "lightning_fit.py").read_text().splitlines()
+    own = [line for line in lines if re.search("ckptmgr|checkpoints = ", line)]
+    assert len(own) == 3
