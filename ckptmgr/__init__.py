@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ckptmgr.integrations.safetensors.files import load_file, save_file
     from ckptmgr.integrations.safetensors.opening import safe_open
     from ckptmgr.io.object_store import RangeSource
+    from ckptmgr.maintenance.export import export_weights
     from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
     from ckptmgr.parallel.errors import RankFailed, ResumeFailed
     from ckptmgr.policy.forecast import Forecast
@@ -108,6 +109,7 @@ __all__ = [
     "UnsupportedCheckpoint",
     "UnsupportedState",
     "__version__",
+    "export_weights",
     "load_checkpoint",
     "load_file",
     "load_param_into_net",
@@ -166,6 +168,7 @@ _HOMES = {
     "UnsealedCheckpoint": "core.errors",
     "UnsupportedCheckpoint": "core.errors",
     "UnsupportedState": "core.errors",
+    "export_weights": "maintenance.export",
     "load_checkpoint": "files.serialization",
     "load_file": "integrations.safetensors.files",
     "load_param_into_net": "files.load.network",

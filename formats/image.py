@@ -32,7 +32,7 @@ from typing import NamedTuple
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
 from .image_uses import TensorUses
-from .tensor import Tensor, content_of
+from .tensor import ContentPieces, Tensor, content_of
 
 MOST_LATE_BYTES = (4 << 20) - (4 << 10)
 """A late head and the bytes behind it fit into one chunk of 4 MiB, sealed or not."""
@@ -241,7 +241,13 @@ class ImageBuilder:
 
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
         """Append the content of a tensor of `size_bytes` bytes."""
-        if size_bytes > _SMALL_BYTES:
+        if size_bytes > _SMALL_BYTES and isinstance(tensor.content, ContentPieces):
+            start = 0
+            for stop in tensor.content.cuts:
+                piece = partial(tensor.content.read, start, stop)
+                self.add_extent(Extent(piece, 0, stop - start))
+                start = stop
+        elif size_bytes > _SMALL_BYTES:
             content = partial(content_of, tensor)
             self.add_extent(Extent(content, 0, size_bytes, tensors=(tensor,)))
         elif size_bytes:

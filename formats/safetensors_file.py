@@ -38,7 +38,12 @@ from .safetensors_header import (
     HeaderText,
     spelling_of,
 )
-from .safetensors_layout import LIBRARY_ALIGNMENT, in_library_order, in_own_order
+from .safetensors_layout import (
+    COMPACT_ALIGNMENT,
+    LIBRARY_ALIGNMENT,
+    in_library_order,
+    in_own_order,
+)
 from .source import Source, read_bytes
 from .strict_json import is_encodable, parse_object, parse_strings
 from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, content_of
@@ -97,6 +102,19 @@ def build_safetensors_image(
         crc=crc,
         is_crc_for_mindspore=is_crc_for_mindspore,
     )
+
+
+def build_image_in_given_order(tensors: Sequence[Tensor], *, metadata: Mapping[str, str]) -> Image:
+    """Return the bytes of a `.safetensors` file whose tensors stay in their order, to be read so.
+
+    Those of larger elements come first, so that each is at a multiple of its item size. Raises as
+    `build_safetensors_image`.
+    """
+    check_count(len(tensors))
+    placed = sorted(map(_as_tensor, tensors), key=lambda one: -one.spec.dtype.item_bytes)
+    _check_names(placed, {}, crc=False)
+    specs = [tensor.spec for tensor in placed]
+    return _image(HeaderText(specs, metadata, alignment=COMPACT_ALIGNMENT), placed)
 
 
 def _image(

@@ -54,6 +54,22 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ContentPieces:
+    """Content of a tensor that is made in pieces, so that no more than some of them are in memory.
+
+    `read(start, stop)` returns these bytes as a flat view; `cuts` has the end of each piece, the
+    last one that of the content.
+    """
+
+    read: Callable[[int, int], memoryview]
+    cuts: tuple[int, ...]
+
+    def __call__(self) -> memoryview:
+        """Return the whole content."""
+        return self.read(0, self.cuts[-1] if self.cuts else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
     """A named string; only `.ckpt` can hold it."""
 

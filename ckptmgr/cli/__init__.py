@@ -35,6 +35,7 @@ _COMMANDS = {
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),
+    "export": ("export", "Write the weights in a checkpoint for other libraries."),
     "rekey": ("rekey", "Change the keys that open checkpoints."),
     "reencrypt": ("rekey", "Encrypt checkpoints again, under new data keys."),
     "keygen": ("keygen", "Make a key."),

@@ -124,18 +124,26 @@ def open_checkpoint(
     )
     if not isinstance(path, str | os.PathLike):
         return _opened_source(path, options, is_mapped=mmap, framework=framework)
+    return open_reader(path, options, is_mapped=mmap, framework=framework)
+
+
+def open_reader(
+    path: str | os.PathLike[str],
+    options: ReadOptions,
+    *,
+    is_mapped: bool = False,
+    framework: Framework = "np",
+) -> CheckpointReader:
+    """Open a file as `open_checkpoint` does, with options that are checked already."""
     real = real_file(path)
     if not real.exists():
         raise CheckpointFileNotFound("no such file", path=path)
-    store = Store(
-        real.parent,
-        trust=options.trust,
-    )
+    store = Store(real.parent, trust=options.trust)
     return with_manifest(
         store,
         real.name,
         lambda manifest: _opened_file(
-            CachedFile(real), str(path), options, manifest, is_mapped=mmap, framework=framework
+            CachedFile(real), str(path), options, manifest, is_mapped=is_mapped, framework=framework
         ),
     )
 

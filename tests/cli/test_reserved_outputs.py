@@ -21,6 +21,7 @@ NAMES = [
 COMMANDS = {
     "encrypt": ["encrypt", "net-1_1.ckpt", "--key", "env:KEY", "-o"],
     "decrypt": ["decrypt", "net-1_1.ckpt", "--key", "env:KEY", "-o"],
+    "export": ["export", "net-1_1.ckpt", "--hf", "-o"],
     "keygen": ["keygen", "-o"],
     "watch": ["watch", ".", "--once", "--state"],
     "transform": ["transform", "ranks", "-o"],

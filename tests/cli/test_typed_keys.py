@@ -33,6 +33,7 @@ REQUIRED = {
     "merge": ("-o", "out"),
     "keygen": ("-o", "out"),
     "convert": ("--compression", "zstd"),
+    "export": ("--hf", "-o", "out"),
     "reencrypt": ("--to", "env:NOBODY"),
     "sign": ("--private-key", "env:NOBODY"),
 }

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, Self
 
@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.files.load.bulk import read_through
 from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
 from ckptmgr.files.load.named_part import as_framework, converted
@@ -20,8 +21,9 @@ from ckptmgr.files.load.values import MapArrays, Value, read_values, tensor_valu
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
-from ckptmgr.formats.tensor import TensorSpec, flat_memory
+from ckptmgr.formats.tensor import ContentPieces, TensorSpec, flat_memory
 from ckptmgr.io.arenas import new_array
+from ckptmgr.io.digest import RANGE_BYTES
 from ckptmgr.io.scatter import Placement, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 
@@ -139,6 +141,39 @@ class CheckpointReader:
         shape = entry.spec.shape
         return self._block(entry, 0, (*bounds, *((0, length) for length in shape[len(bounds) :])))
 
+    def content(self, name: str) -> ContentPieces:
+        """Return the content of a tensor as pieces of at most 16 MiB, checked when they are read.
+
+        The bytes are in C order and little endian; several threads may read them.
+
+        Raises:
+            CheckpointNotFound, UnsupportedCheckpoint, CorruptCheckpoint, OSError: As `spec`; the
+                last two also from the reads.
+        """
+        entry = self._tensor(name)
+        return ContentPieces(
+            read=lambda start, stop: flat_memory(self._bytes(entry, start, stop)),
+            cuts=tuple(_cuts(entry)),
+        )
+
+    def _bytes(self, entry: TensorEntry, start: int, stop: int) -> np.ndarray:
+        target = np.empty(stop - start, np.uint8)
+        self._read_content(entry, start, target)
+        return target
+
+    def check_crc(self) -> bool:
+        """Check the CRC32 of the file if nothing stronger verifies its data; return whether it did.
+
+        Raises:
+            CorruptCheckpoint: It is damaged.
+            OSError: From the disk.
+        """
+        if self._opened.index.crc is None or self.is_verified:
+            return False
+        with translated_errors(self._opened.path):
+            read_through(self._opened, check_crc=True)
+        return True
+
     def _block(
         self, entry: TensorEntry, skipped: int, bounds: tuple[tuple[int, int], ...]
     ) -> np.ndarray:
@@ -197,6 +232,12 @@ class CheckpointReader:
             if mapped is not None:
                 return mapped
         array = new_array(shape, entry.spec.dtype.to_numpy())
+        self._read_content(entry, skipped, array)
+        array.flags.writeable = self._mapped is None
+        return array
+
+    def _read_content(self, entry: TensorEntry, skipped: int, array: np.ndarray) -> None:
+        """Fill an array with the bytes of a tensor after the first `skipped`, and check them."""
         placements = []
         target = flat_memory(array)
         for piece in entry.pieces:
@@ -208,8 +249,6 @@ class CheckpointReader:
             self._fill(placements)
             for one in placements[:1]:
                 check_content(entry, flat_memory(array), offset=one.offset)
-        array.flags.writeable = self._mapped is None
-        return array
 
     def _fill(self, placements: list[Placement]) -> None:
         opened = self._opened
@@ -283,6 +322,17 @@ class CheckpointReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cuts(entry: TensorEntry) -> Iterator[int]:
+    """Yield the ends of the pieces of a content, which are whole digest ranges where it has them."""
+    end = 0
+    for piece in entry.pieces:
+        start, stop = piece.offset, piece.offset + piece.length
+        first = (start // RANGE_BYTES + 1) * RANGE_BYTES
+        yield from (end + cut - start for cut in range(first, stop, RANGE_BYTES))
+        end += piece.length
+        yield end
 
 
 def _heads(opened: OpenCheckpoint) -> dict[int, set[int]]:

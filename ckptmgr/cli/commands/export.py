@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr export`: the weights in a checkpoint, for other programs."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, note
+from ckptmgr.cli.render import Output
+from ckptmgr.formats.strict_json import Json
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.selectors import Selected
+    from ckptmgr.maintenance.export import ExportedWeights
+
+_SHOWN = 5
+
+
+@options.command(
+    "export",
+    examples=(
+        "export latest --dir runs/a -o model --hf --only net",
+        "export net-40.safetensors.ckpe -o model --hf --only net --key file:run.key",
+        "export net-40.ckpt -o model --hf --max-shard-size 2GB",
+    ),
+)
+@click.argument("checkpoint", metavar="SEL")
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    metavar="DIR",
+    callback=options.checked_path,
+    required=True,
+    help="The new directory.",
+)
+@click.option(
+    "--hf",
+    "is_for_hub",
+    is_flag=True,
+    required=True,
+    help="The layout of the Hugging Face Hub: model.safetensors, or shards and their index.",
+)
+@click.option(
+    "--only",
+    "prefix",
+    metavar="PREFIX",
+    help="Only tensors below this name, such as net, which their names then lose.",
+)
+@click.option(
+    "--max-shard-size",
+    "max_shard_size",
+    metavar="SIZE",
+    default="5GB",
+    show_default=True,
+    help="Most of a file, e.g. 500MB or 5GiB; a larger tensor has a file of its own.",
+)
+@click.option("--force", is_flag=True, help="Replace DIR if it holds an earlier export only.")
+@options.dir_option
+@options.series_option
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def export_command(
+    ctx: click.Context,
+    checkpoint: str,
+    target: str,
+    is_for_hub: bool,
+    prefix: str | None,
+    max_shard_size: str,
+    force: bool,
+    directory: Path,
+    series: str | None,
+    given_trust: options.GivenTrust,
+) -> int:
+    """Write the weights in a checkpoint as plain files for other libraries.
+
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. DIR then is what
+    huggingface_hub uploads and from_pretrained loads, beside the config.json of the model. Only
+    checked bytes come out, decrypted as they are read; DIR appears whole or not at all, readable by
+    its owner only. Tied weights are written once, and noted. -q prints the paths of the files.
+    """
+    del is_for_hub  # the only layout so far, and required
+    from ckptmgr.cli.selectors import select_one
+    from ckptmgr.core.error_translation import unproven_error
+    from ckptmgr.files.load.options import ReadOptions
+    from ckptmgr.maintenance.export import export_to
+
+    max_shard_bytes = _size(max_shard_size)
+    if prefix == "":
+        raise UsageProblem("--only is empty", hint="leave it out to export all tensors")
+    trust = given_trust.load()
+    selected = select_one(
+        checkpoint, directory, partial(options.open_store, trust=trust), series=series
+    )
+    if selected.checkpoint.is_unproven and not Path(checkpoint).exists():
+        # A path names the file itself; a step would be no more than its name.
+        raise unproven_error(selected.checkpoint.path, trust)
+    output = render.make_output(ctx, Path(target))
+    started = time.perf_counter()
+    with output.progress(selected.checkpoint.name, selected.checkpoint.size_bytes):
+        done = export_to(
+            selected.checkpoint.path,
+            Path(target),
+            only=prefix,
+            max_shard_bytes=max_shard_bytes,
+            options=ReadOptions(trust=trust),
+            force=force,
+        )
+    _show(output, selected, done, elapsed_s=time.perf_counter() - started)
+    return Exit.DONE
+
+
+def _size(text: str) -> int:
+    from ckptmgr.maintenance.export_plan import size_of
+
+    try:
+        return size_of(text)
+    except ValueError:
+        raise UsageProblem(
+            "--max-shard-size is no size", hint="write e.g. 500MB, 5GB or 5GiB"
+        ) from None
+
+
+def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_s: float) -> None:
+    _note_names(done)
+    sizes = [path.stat().st_size for path in done.files]
+    if output.is_json:
+        summary: dict[str, Json] = {
+            **render.checkpoint_json(selected.checkpoint),
+            "directory": str(done.directory),
+            "tensors": done.tensor_count,
+            "tensor_bytes": done.tensor_bytes,
+            "ties": done.ties,
+            "left_out": list(done.left_out),
+            "is_verified": done.is_verified,
+            "elapsed_s": elapsed_s,
+        }
+        items: list[dict[str, Json]] = [
+            {"path": str(path), "size_bytes": size}
+            for path, size in zip(done.files, sizes, strict=True)
+        ]
+        output.result(items, summary)
+    elif output.is_quiet:
+        output.paths(done.files)
+    else:
+        arrow = "→" if output.has_unicode else "->"
+        ties = f" ({len(done.ties)} tied)" if done.ties else ""
+        output.line(
+            f"{selected.checkpoint.path} {arrow} {done.directory}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
+            f"{render.counted(len(done.files), 'file')}, {render.size(sum(sizes))}, {elapsed_s:.1f} s"
+        )
+
+
+def _note_names(done: ExportedWeights) -> None:
+    if done.parts:
+        shown = ", ".join(done.parts[:_SHOWN]) + (", ..." if len(done.parts) > _SHOWN else "")
+        note(f"names keep the parts of the state ({shown}); --only PART takes one, without it")
+    if done.left_out:
+        note(f"left out: {render.counted(len(done.left_out), 'text')}, which are no weights")
+    if not done.is_verified:
+        note("not verified: the file is plain, and has neither a manifest nor a CRC32")

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`export_weights`: the weights in a checkpoint as a directory in the layout of the Hugging Face Hub.
+
+```
+ckptmgr.export_weights("runs/a/net-100.safetensors", "model", only="net")
+```
+
+The tensors are read, checked and decrypted in pieces of 16 MiB, of which some are in memory. The
+files are written and synced in a hidden directory beside the target, which then gets its name, so
+the target is whole or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmgr.config.checks import check_is_bool, check_trusted_keys
+from ckptmgr.config.keys import resolve_keys
+from ckptmgr.core.contexts import contextmanager
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CheckpointNotFound, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr.core.shard_names import is_set_name
+from ckptmgr.core.trust import Trust
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.tensors import CheckpointReader
+from ckptmgr.files.open_checkpoint import open_reader
+from ckptmgr.formats.image import Extent, Image
+from ckptmgr.formats.safetensors_file import build_image_in_given_order
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.signals import defer_signals
+from ckptmgr.maintenance.convert_target import ConversionOutput, place, private_mode
+from ckptmgr.maintenance.export_plan import (
+    INDEX_NAME,
+    ExportedTensor,
+    ExportPlan,
+    is_name_of_export,
+    plan_export,
+    size_of,
+)
+from ckptmgr.store.change_leases import lease_of_name
+from ckptmgr.store.real_files import real_file
+from ckptmgr.store.reserved_names import is_reserved_name
+from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey
+
+_DIRECTORY_MODE = 0o700
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedWeights:
+    """What an export wrote.
+
+    Attributes:
+        directory: The new directory.
+        files: Its files: those of the weights, and of several the index.
+        tensor_count: Number of tensors, each counted once.
+        tensor_bytes: Bytes of their contents.
+        ties: Further names of tensors, as tied weights have, each with the name in a file.
+        left_out: Names of stored texts, which are no weights.
+        parts: First parts of the names, where they have several, such as `net` and `optimizer`.
+        is_verified: Whether a seal, digests or a CRC32 verified what was read.
+    """
+
+    directory: Path
+    files: tuple[Path, ...]
+    tensor_count: int
+    tensor_bytes: int
+    ties: dict[str, str]
+    left_out: tuple[str, ...]
+    parts: tuple[str, ...]
+    is_verified: bool
+
+
+def export_weights(
+    path: str | os.PathLike[str],
+    directory: str | os.PathLike[str],
+    *,
+    only: str | None = None,
+    max_shard_size: int | str = "5GB",
+    dec_key: bytes | str | None = None,
+    dec_mode: str | None = None,
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+    force: bool = False,
+) -> ExportedWeights:
+    """Write the weights in a checkpoint as the Hugging Face Hub has them; durable when it returns.
+
+    The directory gets `model.safetensors`, or shards `model-00001-of-0000N.safetensors` with
+    `model.safetensors.index.json`: plain files that `huggingface_hub`, `transformers` and
+    `safetensors` load. Tied weights are written once, and their further names noted in the
+    metadata. Files are readable by their owner only.
+
+    Args:
+        path: A `.ckpt` or `.safetensors` file, plain, compressed or encrypted.
+        directory: The new directory, in one that exists.
+        only: The part of the state that is exported, such as `net`: of its tensors the names lose
+            this beginning and the slash or dot that follows. None exports all under their names.
+        max_shard_size: Most bytes of the tensors of a file, or a text such as `5GB`. A larger
+            tensor has a file of its own.
+        dec_key: The key, or a source as for `CheckpointConfig`.
+        dec_mode: The required cipher mode, or None for the one that the file names.
+        allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
+        allow_unencrypted: With a key, accept plain files, too.
+        trusted_keys: Public keys, or their files in PEM, as for `open_checkpoint`.
+        force: Replace a directory that holds an earlier export, and nothing else.
+
+    Raises:
+        TypeError, ValueError: An argument is unusable.
+        CheckpointNotFound: There is no such file, or no directory for the new one.
+        UnsafeWrite: The directory is not empty, or not that of an export.
+        StateMismatch: The checkpoint has no such part; names those that it has.
+        UnsupportedCheckpoint: It is a checkpoint of many ranks, or has values that safetensors
+            cannot hold; names the tensor.
+        KeyProblem: Wrong or missing key, or no seal.
+        CorruptCheckpoint: The checkpoint is damaged; nothing was written.
+        StoreFull, OSError: From the disk; nothing was written.
+    """
+    options = ReadOptions(
+        trust=Trust(
+            keys=resolve_keys(
+                "dec_key",
+                dec_key,
+                mode=dec_mode or "AES-GCM",
+                format="ckpt" if dec_mode else "safetensors",
+                is_for_reading=True,
+            ),
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=check_is_bool("allow_unsealed", allow_unsealed),
+            allow_unencrypted=check_is_bool("allow_unencrypted", allow_unencrypted),
+        ),
+        mode=dec_mode,
+    )
+    return export_to(
+        Path(path),
+        Path(directory),
+        only=_checked_part(only),
+        max_shard_bytes=size_of(max_shard_size),
+        options=options,
+        force=check_is_bool("force", force),
+    )
+
+
+def export_to(
+    source: Path,
+    target: Path,
+    *,
+    only: str | None,
+    max_shard_bytes: int,
+    options: ReadOptions,
+    force: bool,
+) -> ExportedWeights:
+    """Export with arguments that are checked already; otherwise as `export_weights`."""
+    real = Path(os.path.realpath(target))
+    origin = real_file(source)
+    if is_set_name(origin.name):
+        raise UnsupportedCheckpoint(
+            "is a checkpoint of many ranks, which has several files",
+            path=source,
+            hint="load it with load_checkpoint, and save its tensors with save_file",
+        )
+    _check_target(real, origin, force=force)
+    with open_reader(source, options) as reader:
+        names = reader.tensor_names()
+        left_out = _texts(reader, {*reader.names()} - {*names}, source)
+        plan = plan_export(
+            [reader.spec(name) for name in names],
+            reader.metadata,
+            only=only,
+            max_shard_bytes=max_shard_bytes,
+            path=source,
+        )
+        has_crc = reader.check_crc()
+        with _new_directory(real, origin, force=force) as fresh:
+            files = _write(reader, plan, fresh, mode=private_mode(origin), source=source)
+        return ExportedWeights(
+            directory=target,
+            files=tuple(target / name for name in files),
+            tensor_count=plan.tensor_count,
+            tensor_bytes=plan.size_bytes,
+            ties=dict(plan.ties),
+            left_out=left_out if only is None else (),
+            parts=_parts(names) if only is None else (),
+            is_verified=reader.is_verified or has_crc,
+        )
+
+
+def _checked_part(only: object) -> str | None:
+    if only is not None and not isinstance(only, str):
+        raise TypeError(f"only must be the name of a part, but got {only!r}")
+    if only == "":
+        raise ValueError("only names no part of the state; leave it out to export everything")
+    return only
+
+
+def _texts(reader: CheckpointReader, names: Iterable[str], source: Path) -> tuple[str, ...]:
+    """Return the names of texts; raise UnsupportedCheckpoint for a map parameter."""
+    found = []
+    for name in sorted(names):
+        if not isinstance(reader.read(name), str):
+            raise UnsupportedCheckpoint(
+                f"{name!r} is a map parameter, which safetensors cannot hold", path=source
+            )
+        found.append(name)
+    return tuple(found)
+
+
+def _parts(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.partition("/")[0] for name in names if "/" in name))
+
+
+def _write(
+    reader: CheckpointReader, plan: ExportPlan, directory: Path, *, mode: int, source: Path
+) -> list[str]:
+    """Write the files of a plan into a directory that no one else writes; return their names."""
+    store = Store(directory, fs=OsFileSystem(keeps_owner=True))
+    images = {}
+    for name, tensors in plan.files.items():
+        with translated_errors(str(source)):
+            items = [_tensor(reader, one) for one in tensors]
+            images[name] = build_image_in_given_order(items, metadata=plan.metadata)
+    store.publisher.check_space(sum(image.size for image in images.values()))
+    if len(images) > 1:
+        text = json.dumps(plan.index(), indent=2, ensure_ascii=False) + "\n"
+        images[INDEX_NAME] = Image([Extent.of(text.encode())])
+    for name, image in images.items():
+        with lease_of_name(store, name):
+            place(store, name, ConversionOutput(image=image, format="safetensors"), mode=mode)
+    return list(images)
+
+
+def _tensor(reader: CheckpointReader, tensor: ExportedTensor) -> Tensor:
+    if tensor.spec.dtype.name == "int4":
+        raise UnsupportedCheckpoint(
+            f"{tensor.stored_name!r} is MindSpore's int4, which other libraries would read as int8"
+        )
+    return Tensor(spec=tensor.spec, content=reader.content(tensor.stored_name))
+
+
+def _check_target(target: Path, source: Path, *, force: bool) -> None:
+    """Raise unless an export may write to a directory.
+
+    Raises:
+        CheckpointNotFound: There is no directory for it.
+        UnsafeWrite: It is a file, has the name of one that ckptmgr keeps, or is not empty.
+    """
+    if is_reserved_name(target.name):
+        raise UnsafeWrite(
+            "is the name of a manifest, a lease or another file of ckptmgr",
+            path=target,
+            hint="choose another name",
+        )
+    if not target.parent.is_dir():
+        raise CheckpointNotFound("no such directory", path=target.parent)
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise UnsafeWrite(
+            "exists and is no directory", path=target, hint="choose another directory"
+        )
+    held = sorted(path.name for path in target.iterdir())
+    if held and not force:
+        raise UnsafeWrite(
+            "is not empty", path=target, hint="choose a new directory, or pass --force"
+        )
+    if source.parent == target:
+        raise UnsafeWrite("holds the input", path=target, hint="choose another directory")
+    for name in held:
+        if not is_name_of_export(name) or not stat.S_ISREG((target / name).lstat().st_mode):
+            raise UnsafeWrite(
+                f"holds {name!r}, which no export wrote, and would be replaced as a whole",
+                path=target,
+                hint="export to a new directory, and add the other files to that",
+            )
+
+
+@contextmanager
+def _new_directory(target: Path, source: Path, *, force: bool) -> Iterator[Path]:
+    """Give a directory that is filled in the block its name at the end; after an error it is gone."""
+    fs = OsFileSystem(keeps_owner=True)
+    unique = secrets.token_hex(8)
+    fresh, old = (target.parent / f".export-{unique}.{kind}" for kind in ("new", "old"))
+    try:
+        fs.make_directory(fresh, mode=_DIRECTORY_MODE)
+        yield fresh
+        fs.sync_directory(fresh)
+        with defer_signals():
+            _check_target(target, source, force=force)
+            is_replaced = target.is_dir() and any(target.iterdir())
+            if is_replaced:
+                fs.replace(target, old)
+            try:
+                fs.replace(fresh, target)
+            except BaseException:
+                if is_replaced:
+                    fs.replace(old, target)
+                raise
+            fs.sync_directory(target.parent)
+            if is_replaced:
+                _remove(fs, old)
+    finally:
+        _remove(fs, fresh)
+
+
+def _remove(fs: OsFileSystem, directory: Path) -> None:
+    """Remove a directory of files, if it is there; ignore errors of the disk."""
+    with contextlib.suppress(OSError):
+        for name in fs.names(directory):
+            fs.unlink(directory / name)
+        fs.remove_directory(directory)
