@@ -367,6 +367,24 @@ def test_program_is_run_for_each_alarm_with_facts_and_without_keys(tmp_path: Pat
     assert "noise" not in result.stdout
 
 
+def test_program_is_run_for_an_alarm_whose_message_is_longer_than_a_variable_may_be(
+    tmp_path: Path,
+) -> None:
+    runs, heard = tmp_path / "runs", tmp_path / "heard"
+    runs.mkdir()
+    name = "A" * 200_000
+    header = json.dumps({name: {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(8)
+    (runs / "net-1_1.safetensors").write_bytes(data)
+    program = f"sh -c 'env | grep CKPTMGR_WATCH_MESSAGE >> {heard}; cat >> {heard}'"
+    result = run("watch", runs, "--once", "--exec", program)
+    assert result.exit_code == 1
+    assert result.stderr == ""
+    variable, event = heard.read_text().splitlines()
+    assert variable.endswith("AAA...")
+    assert name in json.loads(event)["message"]
+
+
 @pytest.mark.parametrize(
     ("program", "problem"),
     [("false", "ended with status 1"), ("/nowhere/program", "No such file")],

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ckptmgr.maintenance.watch.watcher import Watcher
 
 _EXEC_TIMEOUT_S = 60.0
+_MOST_MESSAGE = 4096
+"""Characters of a message in the environment: Linux starts no program with a variable of 128 KiB."""
 _SETTLE_S = 10.0
 
 
@@ -261,7 +263,7 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
         "EVENT": report.event,
         "ALARM": report.alarm or "",
         "DIRECTORY": "" if report.directory is None else os.fspath(report.directory),
-        "MESSAGE": report.message,
+        "MESSAGE": _shortened(report.message),
     }
     environment = {f"CKPTMGR_WATCH_{name}": text.replace("\0", "") for name, text in facts.items()}
     try:
@@ -278,3 +280,8 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
         return
     if done.returncode:
         note(f"--exec {arguments[0]} ended with status {done.returncode}")
+
+
+def _shortened(message: str) -> str:
+    """Return a message that fits the environment; names in a damaged file may be of any length."""
+    return message if len(message) <= _MOST_MESSAGE else f"{message[: _MOST_MESSAGE - 3]}..."
