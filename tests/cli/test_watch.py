@@ -396,6 +396,26 @@ def test_program_that_fails_is_noted(tmp_path: Path, program: str, problem: str)
     assert problem in result.stderr
 
 
+def test_save_of_the_last_microsecond_of_the_calendar_does_not_end_a_watch(tmp_path: Path) -> None:
+    manifest = tmp_path / manifest_name(save_run(tmp_path, [10])[0].name)
+    document = json.loads(manifest.read_text()) | {"saved_at": "9999-12-31T23:59:59.999999+00:00"}
+    overwrite(manifest, json.dumps(document).encode())
+    result = run("watch", tmp_path, "--once")
+    assert result.exit_code == 0
+    assert "of 9999-12-31 23:59:59Z" in result.stdout
+
+
+def test_series_that_no_file_name_can_hold_does_not_end_a_watch_that_prunes(tmp_path: Path) -> None:
+    last = save_run(tmp_path, [10, 20, 30])[-1]
+    manifest = last.with_name(manifest_name(last.name))
+    document = json.loads(manifest.read_text()) | {"series": "\ud800"}
+    overwrite(manifest, json.dumps(document).encode())
+    damage(last)
+    result = run("watch", tmp_path, "--once", "--prune", "--quarantine", "--keep", "last(1)")
+    assert result.exit_code == 0
+    assert "is not the name of a series" in result.stdout
+
+
 def test_first_alarm_ends_a_watch_that_was_told_so(tmp_path: Path) -> None:
     damage(save_run(tmp_path, [10])[0])
     with watching(tmp_path, "--stop-on-alarm", "--poll", "1s") as watch:

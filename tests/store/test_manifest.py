@@ -113,6 +113,7 @@ DAMAGES: dict[str, Change] = {
     "series as number": set_in("series", to=1),
     "series whose lease lies elsewhere": set_in("series", to="/../../net"),
     "NUL in a series": set_in("series", to="a\0b"),
+    "series that no file name can hold": set_in("series", to="\ud800"),
     "no files": set_in("files", to=[]),
     "files as object": set_in("files", to={}),
     "file as list": set_in("files", to=[[]]),

@@ -17,6 +17,7 @@ from ckptmgr.observe.log import decimal_size
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 
 Alarms = Iterator[tuple[AlarmKey, str]]
+_LAST_TIME = datetime.max.replace(microsecond=0, tzinfo=UTC).timestamp()
 _INTERRUPTED = "an interrupted save left a temporary file"
 
 
@@ -130,6 +131,8 @@ def series_of(name: str) -> str:
 
 def time_text(at: float) -> str:
     """Return a time in seconds since the epoch for people, UTC."""
+    # A float of the last microseconds of year 9999, which a manifest may state, is of year 10000.
+    at = min(at, _LAST_TIME)
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
 
 

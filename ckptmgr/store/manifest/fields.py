@@ -88,7 +88,7 @@ def typed(value: object, kind: type[str]) -> str:
 def base_name(value: object) -> str:
     """Return a file name without directories, or raise ValueError."""
     name = typed(value, str)
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
+    if not name or not _fits_file_name(name) or name in (".", ".."):
         raise ValueError(f"{name!r} is not a base name")
     return name
 
@@ -96,9 +96,18 @@ def base_name(value: object) -> str:
 def series_name(value: object) -> str:
     """Return the name of a series, which becomes a part of file names, or raise ValueError."""
     name = typed(value, str)
-    if "/" in name or "\0" in name:
+    if not _fits_file_name(name):
         raise ValueError(f"{name!r} is not the name of a series")
     return name
+
+
+def _fits_file_name(text: str) -> bool:
+    """Return whether a file name can hold a text."""
+    try:
+        text.encode(errors="surrogateescape")  # the lone surrogates of names that are no UTF-8
+    except UnicodeEncodeError:
+        return False
+    return "/" not in text and "\0" not in text
 
 
 def optional_text(value: object) -> str | None:
