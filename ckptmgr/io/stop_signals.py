@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,7 +50,9 @@ class _Handlers:
 
     def __init__(self) -> None:
         self._watches: list[StopWatch] = []
-        self._replaced: dict[int, Any] = {}
+        self._replaced: dict[int, list[Any]] = {number: [] for number in NUMBERS}
+        # Of calls by handlers that `handle` called.
+        self._depth: dict[int, int] = dict.fromkeys(NUMBERS, 0)
         self._pid = os.getpid()
 
     def add(self, watch: StopWatch) -> None:
@@ -63,7 +66,7 @@ class _Handlers:
             # It is None for one of a C library, which cannot be called from here.
             if present is not None and present != self.handle:  # pragma: no branch
                 signal.signal(number, self.handle)
-                self._replaced[number] = present
+                self._replaced[number].append(present)
 
     def remove(self, watch: StopWatch) -> None:
         if watch in self._watches:
@@ -73,16 +76,25 @@ class _Handlers:
             return
         for number in NUMBERS:
             if signal.getsignal(number) == self.handle:
-                signal.signal(number, self._replaced.pop(number))
+                signal.signal(number, self._replaced[number].pop())
 
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal: note it for all watches, and go on with the handler before."""
         is_own = self._pid == os.getpid()
         for watch in self._watches if is_own else ():
             watch.note(number)
-        before = self._replaced.get(number)
+        outer = self._depth[number]
+        # A handler that took the place of ours, and whose place ours took later, may call ours:
+        # then it is the turn of the one before it. A signal comes from the frame that it stopped.
+        depth = 0 if frame is sys._getframe(1) else outer
+        replaced = self._replaced[number]
+        before = replaced[-1 - depth] if depth < len(replaced) else signal.SIG_DFL
         if callable(before):
-            before(number, frame)
+            self._depth[number] = depth + 1
+            try:
+                before(number, frame)
+            finally:
+                self._depth[number] = outer
             return
         is_noted = is_own and bool(self._watches)
         is_for_parent = not is_own and number == signal.SIGUSR1

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
@@ -58,6 +59,41 @@ def test_handler_that_replaced_ours_stays() -> None:
     signal.signal(signal.SIGTERM, ours)
     again = StopWatch()  # finds its handler, and what it replaced the first time
     again.close()
+
+
+def test_handler_between_two_watches_that_calls_ours_is_called_once() -> None:
+    called: list[int] = []
+    first = StopWatch()
+    ours = signal.getsignal(signal.SIGTERM)
+
+    def between(number: int, frame: FrameType | None) -> None:
+        called.append(number)
+        assert callable(ours)
+        ours(number, frame)
+
+    signal.signal(signal.SIGTERM, between)
+    first.close()
+    second = StopWatch()
+    signal.raise_signal(signal.SIGTERM)
+    second.close()
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is between
+    assert (called, second.number) == ([signal.SIGTERM], signal.SIGTERM)
+
+
+def test_second_signal_in_an_earlier_handler_reaches_it() -> None:
+    called: list[int] = []
+
+    def twice(number: int, _: object) -> None:
+        called.append(number)
+        if len(called) == 1:
+            signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGTERM, twice)
+    watch = StopWatch()
+    signal.raise_signal(signal.SIGTERM)
+    watch.close()
+    signal.signal(signal.SIGTERM, before)
+    assert called == [signal.SIGTERM] * 2
 
 
 def test_other_threads_do_not_watch() -> None:
