@@ -15,6 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.handle import SaveHandle
@@ -34,6 +35,7 @@ class Preemption:
     """Whether a run should stop; it watches for signals once it was asked.
 
     Raises:
+        TypeError: `grace_s` is no number.
         ValueError: `grace_s` is no positive number of seconds.
     """
 
@@ -45,6 +47,9 @@ class Preemption:
         timeout_s: float,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        given: object = grace_s
+        if given is not None and (isinstance(given, bool) or not isinstance(given, Real)):
+            raise TypeError(f"grace must be a number of seconds, but got {grace_s!r}")
         if grace_s is not None and not (grace_s > 0 and math.isfinite(grace_s)):
             raise ValueError(f"grace must be a positive number of seconds, but got {grace_s!r}")
         self._grace_s = grace_s

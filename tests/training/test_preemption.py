@@ -9,7 +9,7 @@ import threading
 from concurrent.futures import Future
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -96,6 +96,12 @@ def test_other_thread_can_ask_but_not_watch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("grace", [0, -1.0, float("inf"), float("nan")])
 def test_grace_that_is_no_time_is_refused(grace: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="grace must be a positive number of seconds"):
+        CheckpointManager(tmp_path, grace=grace)
+
+
+@pytest.mark.parametrize("grace", ["90", True, [1.0]])
+def test_grace_that_is_no_number_is_refused(grace: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="grace must be a number of seconds, but got"):
         CheckpointManager(tmp_path, grace=grace)
 
 
