@@ -13,6 +13,9 @@ program without them still works. Rules, each found by failing:
 * Between two passes nothing is skipped: `resume` itself puts the generators back.
 * A save at the exit of the manager is of the last step that ended. A batch that was fetched after
   it, and left by `break`, comes again.
+* A pass that was left before a step ended is over: the program that was saved begins a new one.
+* A loader that is continued steps later, such as one of validation, leaves the random numbers that
+  the training has drawn from since where they are.
 """
 
 from __future__ import annotations
@@ -85,6 +88,13 @@ class _Noted(NamedTuple):
     places: Mapping[str, _Place]
 
 
+class _AtSave(NamedTuple):
+    """What a pass sets the generators to, once its loader stands where it stood at the save."""
+
+    random: Mapping[str, Any]
+    generators: Mapping[str, Any]
+
+
 class DataState:
     """The places of the loaders of a manager, and the global random numbers."""
 
@@ -94,10 +104,14 @@ class DataState:
         self._pending: dict[str, Any] = {}
         self._pending_random: Any = None
         self._noted: _Noted | None = None
+        self._has_gone_on = False  # a step has ended since the restore
 
     def note(self, step: int) -> None:
         """Remember where the loaders stand at the end of a step."""
+        self._has_gone_on = True
         if self._passes:
+            for one in self._passes.values():
+                one.is_open = one.is_open and one.is_iterated
             places = {
                 name: _Place(one, one.count, one.parts.generators())
                 for name, one in self._passes.items()
@@ -160,6 +174,7 @@ class DataState:
         def restore() -> None:
             self.forget()
             self._pending, self._pending_random = stored["loaders"], stored["random"]
+            self._has_gone_on = False
             put()
 
         put = self._random.plan(stored["random"])
@@ -177,11 +192,12 @@ class DataState:
         self._refuse_beside(loader, name)
         parts = LoaderParts(loader, random)
         stored = self._pending.pop(name, None)
+        at_save = None if stored is None else self._at_save(parts, stored)
         continued = stored if stored is not None and stored["is_open"] else None
-        if continued is None:
-            place, iterator = self._begun(parts, stored, name=name, epoch=epoch)
+        if continued is None or at_save is None:
+            place, iterator = self._begun(parts, stored, at_save, name=name, epoch=epoch)
         else:  # in the epoch of the save
-            place, iterator = self._continued(parts, continued, name=name)
+            place, iterator = self._continued(parts, continued, at_save, name=name)
         self._passes[name] = place
         first = place.count
         try:
@@ -190,9 +206,9 @@ class DataState:
                 place.mark = mark_of(batch)
                 yield batch
             is_empty = place.count == first
-            if is_empty and continued is not None and _is_stateful(parts, continued):
+            if is_empty and at_save and continued and _is_stateful(parts, continued):
                 # It may have drawn the numbers that the first run drew before the save.
-                self._put_back(parts, continued, name)
+                self._put_back(parts, at_save, name)
             place.is_open = False
         finally:
             place.is_iterated = False
@@ -205,10 +221,16 @@ class DataState:
             )
 
     def _begun(
-        self, parts: LoaderParts, stored: Mapping[str, Any] | None, *, name: str, epoch: int | None
+        self,
+        parts: LoaderParts,
+        stored: Mapping[str, Any] | None,
+        at_save: _AtSave | None,
+        *,
+        name: str,
+        epoch: int | None,
     ) -> tuple[_Pass, Iterator[Any]]:
-        if stored is not None:
-            _set_generators(parts, stored["generators"], name)
+        if stored is not None and at_save is not None:
+            _set_generators(parts, at_save.generators, name)
             parts.set_epochs(stored["epochs"])
             if _is_stateful(parts, stored):
                 parts.loader.load_state_dict(stored["loader"])
@@ -222,7 +244,7 @@ class DataState:
         return _Pass(parts, start=start), iter(parts.loader)
 
     def _continued(
-        self, parts: LoaderParts, stored: Mapping[str, Any], *, name: str
+        self, parts: LoaderParts, stored: Mapping[str, Any], at_save: _AtSave, *, name: str
     ) -> tuple[_Pass, Iterator[Any]]:
         start, count = stored["start"], stored["count"]
         _set_generators(parts, start["generators"], name)
@@ -234,13 +256,22 @@ class DataState:
         iterator = iter(parts.loader)
         if not has_state:
             _skip(iterator, count, mark=stored.get("mark"), name=name)
-        self._put_back(parts, stored, name)
+        self._put_back(parts, at_save, name)
         return _Pass(parts, count=count, start=start), iterator
 
-    def _put_back(self, parts: LoaderParts, stored: Mapping[str, Any], name: str) -> None:
+    def _at_save(self, parts: LoaderParts, stored: Mapping[str, Any]) -> _AtSave:
+        """Return the generators of the save; as they are now, where steps have drawn from them."""
+        generators = stored["generators"]
+        if not self._has_gone_on:
+            return _AtSave(self._pending_random, generators)
+        others = [one.parts for one in self._passes.values()]
+        shared = {path: one for path, one in parts.generators(others).items() if path in generators}
+        return _AtSave(self._random.state_dict(), {**generators, **shared})
+
+    def _put_back(self, parts: LoaderParts, at_save: _AtSave, name: str) -> None:
         """Set the generators as they were at the save."""
-        _set_generators(parts, stored["generators"], name)
-        self._random.load_state_dict(self._pending_random)
+        _set_generators(parts, at_save.generators, name)
+        self._random.load_state_dict(at_save.random)
 
 
 def _skip(iterator: Iterator[Any], count: int, *, mark: int | None, name: str) -> None:
@@ -255,8 +286,9 @@ def _skip(iterator: Iterator[Any], count: int, *, mark: int | None, name: str) -
         )
     if mark is not None and mark_of(batch) != mark:
         _LOG.warning(
-            "batch %d of loader %r is another than in the saved run, so the run does not go on bit for bit: the data is other "
-            "data, its order is drawn outside the pass, or from a generator that manager.batches(..., random=[...]) must name",
+            "batch %d of loader %r is another than in the saved run, so the run does not go on bit for bit: the data or the "
+            "batch size is another, its order is drawn outside the pass, or from a generator that "
+            "manager.batches(..., random=[...]) must name",
             count,
             name,
         )

@@ -67,9 +67,13 @@ class LoaderParts:
         data = sys.modules.get("torch.utils.data")
         return data is not None and isinstance(self.loader, data.DataLoader)
 
-    def generators(self) -> dict[str, object]:
-        """Return copies of the generators, by path."""
-        return {path: _copy(one) for path, one in self._generators.items()}
+    def generators(self, shared_with: Sequence[LoaderParts] | None = None) -> dict[str, object]:
+        """Return copies of the generators, by path; of those that are shared, or of all."""
+        found = self._generators
+        if shared_with is not None:
+            known = {id(one) for other in shared_with for one in other._generators.values()}
+            found = {path: one for path, one in found.items() if id(one) in known}
+        return {path: _copy(one) for path, one in found.items()}
 
     def set_generators(self, stored: Mapping[str, Any]) -> None:
         """Set the generators; raise ValueError if others are stored."""
@@ -109,7 +113,11 @@ def mark_of(batch: Any, depth: int = 0) -> int | None:
     if torch is not None and isinstance(batch, torch.Tensor):
         if batch.device.type != "cpu":
             return None
-        return zlib.crc32(repr(batch.detach().flatten()[:_MOST_NUMBERS].tolist()).encode())
+        try:
+            numbers = batch.detach().flatten()[:_MOST_NUMBERS].tolist()
+        except RuntimeError:  # sparse, nested, quantized
+            return None
+        return zlib.crc32(repr(numbers).encode())
     if isinstance(batch, Mapping):
         return mark_of(list(batch.values()), depth)
     if isinstance(batch, list | tuple) and depth < _MAX_DEPTH:

@@ -311,7 +311,7 @@ class CheckpointManager:
         Saves then also hold where the loader stands, and the global random numbers (see
         `GlobalRandom`); neither need be in the state. The first pass after `resume` continues the
         saved one: after the last batch of an epoch it is empty. A pass that was left by `break` is
-        continued, too.
+        continued, too, unless a step has ended since.
 
         A loader with `state_dict` and `load_state_dict` (StatefulDataLoader of torchdata) continues
         at once. Any other is iterated again from the beginning of the pass, in the same order, and

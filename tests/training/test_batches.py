@@ -451,6 +451,76 @@ def test_epoch_of_a_part_without_a_number_is_only_set(tmp_path: Path) -> None:
     assert Silent.epochs == [4]
 
 
+def test_pass_that_was_left_before_a_step_ended_is_not_continued(tmp_path: Path) -> None:
+    def run(last: int, directory: Path) -> list[list[float]]:
+        seed()
+        loader, validation, seen = Shuffled(), Shuffled(), []
+        with saving(directory) as manager:
+            step = manager.resume({"a": 1}).step
+            while step < last:
+                for batch in manager.batches(loader):
+                    if step % 3 == 2:
+                        checked = manager.batches(validation, name="validation")
+                        seen += [[step, *one] for one in itertools.islice(checked, 2)]
+                    step += 1
+                    seen.append([step, *step_of(batch)])
+                    manager.step_end(step, {"a": 1})
+                    if step == last:
+                        break
+        return seen
+
+    uncut = run(10, tmp_path / "uncut")
+    assert run(4, tmp_path / "cut") + run(10, tmp_path / "cut") == uncut
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own generators", "a shared one"])
+@pytest.mark.parametrize("first", [1, 3], ids=["continued", "begun"])
+def test_loader_that_is_used_steps_after_the_resume_leaves_the_others_alone(
+    first: int, is_shared: bool, tmp_path: Path
+) -> None:
+    def run(last: int, directory: Path) -> list[list[float]]:
+        seed()
+        loader, other, seen = Shuffled(), Shuffled(), []
+        if is_shared:
+            other.rng = loader.rng
+        with saving(directory) as manager:
+            step = manager.resume({"a": 1}).step
+            passes = itertools.chain.from_iterable(
+                itertools.repeat(manager.batches(other, name="other"))
+            )
+            while step < last:
+                for batch in manager.batches(loader):
+                    for one in itertools.islice(passes, 4 if step == first else 0):
+                        seen.append([step, *one])
+                    if step == 7:
+                        seen.append([step, *next(passes)])
+                    step += 1
+                    seen.append([step, *step_of(batch)])
+                    manager.step_end(step, {"a": 1})
+                    if step == last:
+                        break
+        return seen
+
+    uncut = run(14, tmp_path / "uncut")
+    assert run(4, tmp_path / "cut") + run(14, tmp_path / "cut") == uncut
+
+
+def test_batches_of_sparse_and_nested_tensors_are_given(tmp_path: Path) -> None:
+    torch: Any = pytest.importorskip("torch")
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    given = [torch.eye(2).to_sparse(), nested, torch.ones(1)]
+
+    def run() -> list[int]:
+        with saving(tmp_path) as manager:
+            step = manager.resume({"a": 1}).step
+            for batch in manager.batches(given):
+                manager.step_end(step + 1, {"a": 1})
+                return [index for index, one in enumerate(given) if one is batch]
+        return []
+
+    assert run() + run() + run() == [0, 1, 2]
+
+
 def test_two_loaders_at_a_time_need_names(tmp_path: Path) -> None:
     with saving(tmp_path) as manager:
         outer = iter(manager.batches([1, 2]))
