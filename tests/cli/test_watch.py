@@ -385,6 +385,16 @@ def test_program_is_run_for_an_alarm_whose_message_is_longer_than_a_variable_may
     assert name in json.loads(event)["message"]
 
 
+def test_program_is_run_for_an_alarm_whose_message_has_a_lone_surrogate(tmp_path: Path) -> None:
+    runs, heard = tmp_path / "runs", tmp_path / "heard"
+    save_run(runs, [10, 20])
+    program = f"sh -c 'env | grep CKPTMGR_WATCH_MESSAGE >> {heard}'"
+    keep = 'best(1, "\ud800", min)'
+    result = run("watch", runs, "--once", "--prune", "--keep", keep, "--exec", program)
+    assert result.exit_code == 1
+    assert "\\ud800" in heard.read_text()
+
+
 @pytest.mark.parametrize(
     ("program", "problem"),
     [("false", "ended with status 1"), ("/nowhere/program", "No such file")],

@@ -283,5 +283,6 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
 
 
 def _shortened(message: str) -> str:
-    """Return a message that fits the environment; names in a damaged file may be of any length."""
-    return message if len(message) <= _MOST_MESSAGE else f"{message[: _MOST_MESSAGE - 3]}..."
+    """Return a message that the environment can hold; names in a file are of any length and text."""
+    text = message.encode(errors="backslashreplace").decode()
+    return text if len(text) <= _MOST_MESSAGE else f"{text[: _MOST_MESSAGE - 3]}..."
