@@ -4,8 +4,8 @@
 A modification time could not tell the changes of others from those of this process, and not two
 changes within one tick of the clock. The kernel reports every change on this host before the call
 that made it returns. Not watched are file systems that other hosts can change, and those that are
-unknown here. A change of the content of a file through a hard link in another directory is not
-reported.
+unknown here. The kernel reports a change of content under the name through which it is made: not
+under other hard links of the file, in this directory or another.
 """
 
 from __future__ import annotations
