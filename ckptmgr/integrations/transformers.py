@@ -10,9 +10,7 @@ with CheckpointCallback("runs/bert", CheckpointConfig(save_checkpoint_steps=100)
 
 * A step is saved where the Trainer itself would save it: after its logs and its evaluation, so that
   their metrics belong to it, and the random numbers are those that the next step sees.
-* The Trainer resumes from a directory. `materialize` makes one, of links into memory when there is
-  a key, and removes it once the Trainer has read it.
-* A run that had reached its last step gets one more from the Trainer, which is undone.
+* The Trainer resumes from a directory, which `materialize` makes, and removes when it was read.
 * Inside an epoch the Trainer loads the random numbers after the first batch. Those with which the
   epoch began, which order the data, are put back before.
 """
@@ -75,7 +73,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
         self._resumed: Checkpoint | None = None
-        self._ended: tuple[int, float | None] | None = None
+        self._ended: tuple[Checkpoint, int, float | None] | None = None
         self._is_pending = False
         self._metrics: dict[str, float] = {}
         self._after_save: tuple[object, ...] | None = None
@@ -167,8 +165,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._open.close()
         self._open.enter_context(self.manager)
         self._is_pending = False
-        is_ended = self._resumed is not None and state.global_step >= state.max_steps
-        self._ended = (state.global_step, state.epoch) if is_ended else None
+        resumed, self._resumed, self._ended = self._resumed, None, None
+        if resumed is not None and state.global_step >= state.max_steps:
+            self._ended = (resumed, state.global_step, state.epoch)
         control.should_training_stop |= self.manager.should_stop
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -222,12 +221,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _undo_step(self, state: Any, kwargs: Mapping[str, Any]) -> None:
         """Put back the end of a run, after which the Trainer made a step."""
-        assert self._resumed is not None  # noqa: S101
         assert self._ended is not None  # noqa: S101
+        resumed, state.global_step, state.epoch = self._ended
         names = {"model": "model", "optimizer": "optimizer", "scheduler": "lr_scheduler"}
         parts = {part: kwargs[name] for part, name in names.items()}
-        self.manager.load(self._resumed, parts, only=list(parts))
-        state.global_step, state.epoch = self._ended
+        self.manager.load(resumed, parts, only=list(parts))
 
     def _end_step(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> None:
         """End a step for the manager, once."""
@@ -236,7 +234,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._is_pending = False
         metrics, self._metrics = self._metrics, {}
         step_random, epoch_random = GlobalRandom().state_dict(), self._epoch_random
-        text = _text_of(state)
 
         def content() -> dict[str, object]:
             model, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -245,7 +242,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "model": model,
                 "optimizer": optimizer,
                 "scheduler": kwargs["lr_scheduler"],
-                "trainer": text,
+                "trainer": _text_of(state),
                 "random": step_random,
                 "epoch_random": epoch_random,
                 "config": None if config is None else config.to_json_string(),
@@ -264,8 +261,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._has_warned = True
         warnings.warn(
             "between two steps something drew from the global random numbers of this process, such as a"
-            " collator that masks: the Trainer does not put that back, and a run that resumes inside an epoch"
-            " has other draws for its first batches; draw from the index of the row instead",
+            " collator that masks: a run that resumes inside an epoch has other draws for its first batches;"
+            " draw from the index of the row instead",
             stacklevel=2,
         )
 
@@ -284,10 +281,6 @@ def from_pretrained(
 ) -> Any:
     """Return the model of the newest checkpoint of a run, encrypted or not, for inference.
 
-    ```
-    model = from_pretrained(AutoModelForSequenceClassification, "runs/bert", key="env:RUN_KEY")
-    ```
-
     Args:
         cls: The class of the model, or one of the `Auto` classes.
         directory: Directory of the checkpoints that `CheckpointCallback` saved.
@@ -296,8 +289,7 @@ def from_pretrained(
         options: As for `cls.from_pretrained`, such as `dtype`.
 
     Raises:
-        CheckpointNotFound: There is no checkpoint.
-        UnsupportedCheckpoint: Its model has no configuration of Transformers.
+        CheckpointNotFound, UnsupportedCheckpoint: There is no checkpoint, or no configuration in it.
         CorruptCheckpoint, KeyProblem, OSError: As `CheckpointManager.load`.
     """
     config = CheckpointConfig() if key is None else CheckpointConfig(enc_key=key)
@@ -314,10 +306,9 @@ def from_pretrained(
         raise UnsupportedCheckpoint(
             "has no configuration of Transformers",
             path=newest.path,
-            hint="build the model, and restore it with CheckpointManager.load(..., {'model': model}, only='model')",
+            hint="build the model, and load it with load(..., {'model': model}, only='model')",
         )
-    values = json.loads(found["config"])
-    made = AutoConfig.for_model(**values)
+    made = AutoConfig.for_model(**json.loads(found["config"]))
     if not hasattr(cls, "config_class") or cls.config_class is None:  # an Auto class
         with torch.device("meta"):
             cls = type(cls.from_config(made))
@@ -330,6 +321,7 @@ def _check_arguments(args: Any) -> None:
     refused = {
         "fsdp": args.fsdp,
         "deepspeed": args.deepspeed,
+        "world_size": args.world_size if args.world_size > 1 else None,
         "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
         "restore_callback_states_from_checkpoint": args.restore_callback_states_from_checkpoint,
     }
@@ -339,16 +331,11 @@ def _check_arguments(args: Any) -> None:
                 f"TrainingArguments({name}={value!r}) cannot be had with CheckpointCallback: leave it out,"
                 " or leave the checkpoints to the Trainer"
             )
-    if args.world_size > 1:
-        raise ValueError(
-            f"CheckpointCallback saves runs of one process, and this one has {args.world_size}: leave the"
-            " checkpoints to the Trainer"
-        )
 
 
 def _warn_about(args: Any, *, is_resumed: bool) -> None:
     """Warn of arguments that save twice, or resume elsewhere."""
-    if str(getattr(args.save_strategy, "value", args.save_strategy)) != "no":
+    if args.save_strategy != "no":
         warnings.warn(
             f"the Trainer saves checkpoints, too, unencrypted, because of save_strategy={args.save_strategy!r}:"
             ' set TrainingArguments(save_strategy="no")',

@@ -137,9 +137,31 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics_and_the_best_is_kept(
     tmp_path: Path,
 ) -> None:
     config = CheckpointConfig(save_checkpoint_steps=2, keep="best(1, eval_loss, min)")
-    train(tmp_path, config, eval_strategy="steps", eval_steps=2, learning_rate=1e-2)
-    kept = CheckpointManager(tmp_path / "runs").checkpoints()
-    assert {"eval_loss", "eval_runtime"} <= kept[-1].metrics.keys()
+    trainer = train(tmp_path, config, eval_strategy="steps", eval_steps=2, learning_rate=1e-2)
+    losses = {
+        entry["step"]: entry["eval_loss"]
+        for entry in trainer.state.log_history
+        if "eval_loss" in entry
+    }
+    found = CheckpointManager(tmp_path / "runs").best("eval_loss")
+    assert found is not None
+    assert found.step == min(losses, key=lambda step: losses[step])
+    assert found.metrics["eval_loss"] == losses[found.step]
+
+
+def test_evaluation_of_a_part_of_an_epoch_is_not_in_the_last_checkpoint(tmp_path: Path) -> None:
+    stop = At(6, lambda control: setattr(control, "should_training_stop", True))
+    train(
+        tmp_path,
+        CheckpointConfig(save_checkpoint_steps=100),
+        callbacks=[stop],
+        max_steps=12,
+        eval_strategy="epoch",
+        lr_scheduler_type="reduce_lr_on_plateau",
+        metric_for_best_model="eval_loss",
+    )
+    saved: Any = CheckpointManager(tmp_path / "runs").load("latest")
+    assert saved["scheduler"]["last_epoch"] == 1  # of the first epoch, 4 steps
 
 
 def test_encrypted_run_materialized_links_into_memory_and_leaves_nothing(tmp_path: Path) -> None:
@@ -225,6 +247,15 @@ def test_sharded_training_is_refused_by_name(name: str, value: object, tmp_path:
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     setattr(args, name, value)  # the real ones need a launcher
     with pytest.raises(ValueError, match=name):
+        CheckpointCallback(tmp_path / "runs").on_init_end(args, None, None)
+
+
+def test_training_in_several_processes_is_refused_by_name(tmp_path: Path) -> None:
+    class Many(TrainingArguments):  # type: ignore[misc, unused-ignore]
+        world_size = 2  # the real one needs a launcher
+
+    args = Many(str(tmp_path), report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match="world_size=2"):
         CheckpointCallback(tmp_path / "runs").on_init_end(args, None, None)
 
 

@@ -29,6 +29,7 @@ NAMES = (
     "accumulated",
     "shuffled_globally",
     "encrypted_in_background",
+    "scaled",
 )
 PROGRAMS = {
     "examples/transformers_trainer.py:main": {"steps_per_epoch": 10, "keep": 2, "fork": True},

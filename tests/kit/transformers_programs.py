@@ -46,8 +46,21 @@ def encrypted_in_background(directory: str, steps: int) -> object:
     return _train(directory, steps, config=config, logging_steps=1)
 
 
+def scaled(directory: str, steps: int) -> object:
+    """Train with a loss scale that grows, as with fp16."""
+    return _train(
+        directory, steps, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    )
+
+
 def _train(
-    directory: str, steps: int, *, rows: int = ROWS, config: Any = None, **options: Any
+    directory: str,
+    steps: int,
+    *,
+    rows: int = ROWS,
+    config: Any = None,
+    scaler: Any = None,
+    **options: Any,
 ) -> object:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
@@ -81,5 +94,7 @@ def _train(
         trainer = Trainer(
             model, args, train_dataset=data, eval_dataset=data[:SIZE], callbacks=[checkpoints]
         )
+        trainer.accelerator.scaler = scaler
         trainer.train(resume_from_checkpoint=checkpoints.materialize())
-    return {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+    found = {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}
+    return found if scaler is None else found | {"scaler": scaler}
