@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -238,6 +240,49 @@ def test_plateau_is_warned_of_when_the_run_resumes(
     assert "ReduceLROnPlateau" not in caplog.text
     fit(tmp_path, 6, model=Plateau())
     assert "ReduceLROnPlateau" in caplog.text
+
+
+class Asked(BoringModel):  # type: ignore[misc]
+    """Gets SIGTERM in a batch."""
+
+    def __init__(self, batch: int | None) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def train_dataloader(self) -> Any:
+        """Return nine batches."""
+        return torch.utils.data.DataLoader(torch.ones(9, 32))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss."""
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_sigterm_saves_the_step_that_no_policy_asks_for(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        fit(tmp_path, 8, model=Asked(4), config={"save_checkpoint_steps": 100})
+    (saved,) = CheckpointManager(tmp_path).checkpoints()
+    assert (saved.step, saved.why) == (5, "preempted")
+
+
+@pytest.mark.usefixtures("quiet")
+def test_sigterm_while_gradients_are_accumulated_saves_and_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"save_checkpoint_steps": 100}
+    with pytest.raises(SystemExit):
+        fit(tmp_path, 8, model=Asked(2), config=config, accumulate_grad_batches=2)
+    assert "gradients were accumulated" in caplog.text
+    assert steps_in(tmp_path) == [1]
+    ends = [
+        fit(directory, 8, model=Asked(None), config=config, accumulate_grad_batches=2)
+        for directory in (tmp_path, tmp_path / "uncut")
+    ]
+    counted = [(one.global_step, one.current_epoch, one.fit_loop.batch_idx) for one in ends]
+    assert counted[0] == counted[1]
 
 
 @pytest.mark.usefixtures("quiet")

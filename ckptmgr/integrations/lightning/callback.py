@@ -29,15 +29,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.lightning.checkpoint_io import (
     PACKAGES,
-    register,
     restored,
     storable,
 )
 from ckptmgr.integrations.lightning.loaders import TrainingLoaders
+from ckptmgr.integrations.lightning.manager_io import SCHEME, ManagerIO
 from ckptmgr.integrations.lightning.progress import start_next_epoch
 from ckptmgr.observe.observers import Observer
 from ckptmgr.state.global_random import GlobalRandom
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from ckptmgr.crypto.keys.signing import PublicKey
 
 _LOG = logging.getLogger(__name__)
-_SCHEME = "ckptmgr:"
 _LATEST = "latest"
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -122,24 +121,25 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             observe=observe,
         )
         self._start = start
-        self._io: _ManagerIO | None = None
+        self._io: ManagerIO | None = None
         self._loaders = TrainingLoaders(self.manager, self._put_random_back)
         self._random: Mapping[str, object] | None = None
         self._is_resumed = False
         self._ended_step: int | None = None
         self._saved_step: int | None = None
         self._waits_for: Literal["validation", "epoch"] | None = None
+        self._has_stepped = True
         self._is_between_epochs = False
         self._metrics: Mapping[str, float] = {}
 
     def latest(self) -> str | None:
         """Return the newest checkpoint for `ckpt_path=`; None for a first start."""
-        return None if self.manager.latest() is None else f"{_SCHEME}{_LATEST}"
+        return None if self.manager.latest() is None else f"{SCHEME}{_LATEST}"
 
     def best(self, metric: str, mode: str = "min") -> str | None:
         """Return the checkpoint with the best value of a metric, for `trainer.test(ckpt_path=...)`."""
         found = self.manager.best(metric, mode)
-        return None if found is None else f"{_SCHEME}{found.name}"
+        return None if found is None else f"{SCHEME}{found.name}"
 
     # ------------------------------------------------------------------ hooks of Lightning
 
@@ -160,7 +160,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
                 f"ManagerCheckpoint saves the state of one process, and there are {trainer.world_size}: use"
                 " ModelCheckpoint with the plugin ckptmgr.integrations.lightning.CkptmgrIO"
             )
-        self._io = _ManagerIO(self, trainer, strategy.checkpoint_io)
+        self._io = ManagerIO(lambda name: self._load(trainer, name), strategy.checkpoint_io)
         strategy.checkpoint_io = self._io
         if stage == "fit" and not trainer.fast_dev_run:
             self._is_resumed = False
@@ -198,6 +198,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             {name: torch.tensor(value) for name, value in self._metrics.items()}
         )
         self._metrics = {}
+        self._ended_step = trainer.global_step
         plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
         if self._is_resumed and any(config.interval == "epoch" for config in plateaus):
             _LOG.warning(
@@ -224,7 +225,8 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         Raises:
             UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
         """
-        if trainer.fast_dev_run or trainer.global_step == self._ended_step:
+        self._has_stepped = trainer.global_step != self._ended_step
+        if trainer.fast_dev_run or not self._has_stepped:
             return
         self._ended_step = trainer.global_step
         if trainer.is_last_batch:
@@ -278,21 +280,21 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             # The trainer counts the epoch as ended before it ends.
             ready = self._state_of(trainer)
             state = lambda: ready  # noqa: E731
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        handle = self.manager.step_end(step, state, epoch=trainer.current_epoch, metrics=metrics)
+        handle = self.manager.step_end(step, state, **_facts(trainer))
         if handle is not None:
             self._saved_step = step
 
     def _save_preempted(self, trainer: Any) -> None:
-        assert self._ended_step is not None  # noqa: S101
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.manager.save(
-            self._ended_step,
-            lambda: self._state_of(trainer),
-            epoch=trainer.current_epoch,
-            metrics=metrics,
-            why="preempted",
-        )
+        if not self._has_stepped:
+            _LOG.warning(
+                "SIGTERM came while gradients were accumulated, and Lightning does not save them: the resumed run"
+                " does not go on bit for bit"
+            )
+        self._step_end(trainer)  # the loaders may have gone on
+        step = trainer.global_step
+        if self._saved_step != step:
+            state, facts = (lambda: self._state_of(trainer)), _facts(trainer)
+            self.manager.save(step, state, why="preempted", **facts)
 
     def _state_of(self, trainer: Any) -> dict[str, Any]:
         """Return the checkpoint of a trainer, which it hands to our `CheckpointIO`."""
@@ -306,7 +308,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ loads
 
-    def load(self, trainer: Any, name: str) -> dict[str, Any]:
+    def _load(self, trainer: Any, name: str) -> dict[str, Any]:
         """Return a checkpoint by its name; a fit goes on from the newest one.
 
         Raises:
@@ -352,47 +354,9 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             self._io = None
 
 
-class _ManagerIO:
-    """The `CheckpointIO` of a strategy during a fit: `ckptmgr:` is the manager, all else as before."""
-
-    def __init__(self, callback: ManagerCheckpoint, trainer: Any, inner: Any) -> None:
-        self.inner = inner
-        self._callback = callback
-        self._trainer = trainer
-        self._taken: dict[str, Any] | None = None
-        register(type(self))
-
-    def taken(self, trainer: Any) -> dict[str, Any]:
-        """Return what the trainer saves."""
-        try:
-            trainer.save_checkpoint(_SCHEME, weights_only=False)
-            if self._taken is None:
-                raise UnsupportedState(
-                    f"{type(trainer.strategy).__name__} saves without its CheckpointIO, so ManagerCheckpoint cannot",
-                    hint="use a strategy that saves one state",
-                )
-            return self._taken
-        finally:
-            self._taken = None
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, *args: Any, **options: Any
-    ) -> None:
-        if str(path) == _SCHEME:
-            self._taken = checkpoint
-        else:
-            self.inner.save_checkpoint(checkpoint, path, *args, **options)
-
-    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> Any:
-        if str(path).startswith(_SCHEME):
-            return self._callback.load(self._trainer, str(path).removeprefix(_SCHEME))
-        return self.inner.load_checkpoint(path, *args, **options)
-
-    def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
-
-    def teardown(self) -> None:
-        self.inner.teardown()
+def _facts(trainer: Any) -> dict[str, Any]:
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {"epoch": trainer.current_epoch, "metrics": metrics}
 
 
 def _checked(state: object, name: str) -> dict[str, Any]:
