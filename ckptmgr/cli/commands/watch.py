@@ -144,11 +144,11 @@ def watch_command(
         view = view_for(
             output, watcher.rows, session.now, has_several=len(paths) > 1, is_once=is_once
         )
-        with closing(view), _ended_by_signals() as ended:
+        with closing(view), _ended_by_signals(watcher) as ended:
             try:
                 _follow(watcher, view, run, stop_on_alarm=stop_on_alarm)
             except KeyboardInterrupt:
-                view.show(_end(watcher, session.clock(), " and ".join(ended) or "Ctrl-C"))
+                view.show(_end(watcher, session.clock(), " and ".join(ended)))
                 view.refresh()
     return Exit.NO if watcher.standing else Exit.DONE
 
@@ -213,7 +213,8 @@ def _follow(
                 continue
             view.show(report)
             if report.event in ("alarm", "cleared"):
-                run(report)
+                with watcher.interruptible():
+                    run(report)
             if stop_on_alarm and report.event == "alarm":
                 return
 
@@ -226,20 +227,24 @@ def _end(watcher: Watcher, at: float, by: str) -> Report:
     return Report(event="stopped", at=at, directory=None, message=f"by {by}; {alarms}")
 
 
+_ENDS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
 @contextmanager
-def _ended_by_signals() -> Iterator[list[str]]:
-    """Let SIGTERM end the watch as Ctrl-C does; yield the names of the signals that came."""
+def _ended_by_signals(watcher: Watcher) -> Iterator[list[str]]:
+    """Let Ctrl-C and SIGTERM end the watch; yield the names of the signals that came."""
     names: list[str] = []
 
     def end(number: int, _: FrameType | None) -> None:
-        names.append(signal.Signals(number).name)
-        raise KeyboardInterrupt
+        names.append(_ENDS[signal.Signals(number)])
+        watcher.end()
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in _ENDS}
     try:
         yield names
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _program(command: str | None) -> Callable[[Report], None]:

@@ -87,6 +87,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         self._poll_at = 0.0
         self._deaf: dict[Path, str | None] = {}
         self._is_forgetful = False
+        self._is_ending = False
+        self._is_interruptible = False
 
     def __enter__(self) -> Self:
         self._changes.__enter__()
@@ -94,6 +96,26 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
 
     def __exit__(self, *_: object) -> None:
         self._changes.__exit__(*_)
+
+    def end(self) -> None:
+        """End `run` with KeyboardInterrupt; for signal handlers.
+
+        A long wait or verification ends at once, other work when it is done.
+        """
+        self._is_ending = True
+        if self._is_interruptible:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let `end` interrupt the block."""
+        self._is_interruptible = True
+        try:
+            if self._is_ending:  # since the last block
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._is_interruptible = False
 
     @property
     def standing(self) -> list[tuple[Path, AlarmKey, str]]:
@@ -145,7 +167,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         return pause_s if tick_s is None else min(pause_s, tick_s)
 
     def _hear(self, timeout_s: float) -> Iterator[Report]:
-        batch = self._changes.wait(timeout_s)
+        with self.interruptible():
+            batch = self._changes.wait(timeout_s)
         if batch.has_losses:
             text = "events were lost: all directories are listed again"
             yield Report(event="note", at=self._clock(), directory=None, message=text)
@@ -191,7 +214,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         seen, path = max(waiting, key=lambda one: one[0].checkpoint.saved_at)
         started = time.perf_counter()
         try:
-            answer = self._places[path].verify(seen, self._settings.level)
+            with self.interruptible():
+                answer = self._places[path].verify(seen, self._settings.level)
         except (CkptmgrError, OSError) as error:
             return self._watches[path].failed(self._clock(), problem_of(error))
         if answer is None:
