@@ -19,6 +19,7 @@ from ckptmgr import (
     CheckpointManager,
     MemoryConfig,
     ModelCheckpoint,
+    export_weights,
     load_checkpoint,
     load_state,
     save_checkpoint,
@@ -31,6 +32,7 @@ from ckptmgr.policy.save import EverySteps
 from tests.parallel.ranks import Meeting, Seat
 from tests.support import memory_options as memory
 from tests.support import options as see
+from tests.support.exports import exported
 from tests.support.failingdisk import FailingDisk
 from tests.support.options import HALVES, KEY, KEYED, SIGNER, STEPS_3, WHOLE, At, Probe
 from tests.support.staging_memory import MIB
@@ -215,6 +217,21 @@ LOAD_STATE = {
     "trusted_keys": Probe(see.opened, [SIGNER.public_key], _STATE),
 }
 
+EXPORT = {
+    "path": Probe(exported, At(lambda d: d / "other.ckpt")),
+    "directory": Probe(exported, At(lambda d: d / "elsewhere")),
+    "only": Probe(exported, "net"),
+    "max_shard_size": Probe(exported, "20B"),
+    "dec_key": Probe(exported, KEY, {"saved": {"enc_key": KEY}}),
+    "dec_mode": Probe(exported, "SM4-CBC", {"saved": {"enc_key": KEY}, "dec_key": KEY}),
+    "allow_unsealed": Probe(
+        exported, True, {"saved": {"enc_key": KEY}, "is_authenticated": False, "dec_key": KEY}
+    ),
+    "allow_unencrypted": Probe(exported, True, {"dec_key": KEY}),
+    "trusted_keys": Probe(exported, [SIGNER.public_key]),
+    "force": Probe(exported, True, {"is_there_already": True}),
+}
+
 _SPILL = {"spill_directory": At(lambda d: d / "spill")}
 _LITTLE = {"host_budget_bytes": 4096}
 _SNAPSHOTS = {"sizes": {step: 2 * MIB for step in range(1, 10)}}
@@ -308,6 +325,7 @@ TABLES: Mapping[Callable[..., Any], Mapping[str, Probe]] = {
     load_checkpoint: LOAD,
     save_state: SAVE_STATE,
     load_state: LOAD_STATE,
+    export_weights: EXPORT,
     MemoryConfig: MEMORY,
     MemoryConfig.from_mindspore: FROM_MINDSPORE,
     MemoryConfig.from_dtr: FROM_DTR,
