@@ -36,6 +36,7 @@ REQUIRED = {
     "export": ("--hf", "-o", "out"),
     "reencrypt": ("--to", "env:NOBODY"),
     "sign": ("--private-key", "env:NOBODY"),
+    "watch": ("--once",),
 }
 # Words of the person's own, which a listing or a manifest repeats.
 FREE = ("series", "name", "reason", "prefix", "pattern", "context", "expect_id")

@@ -480,6 +480,7 @@ def test_policy_that_becomes_invalid_is_an_alarm(tmp_path: Path) -> None:
         ([".", "--poll", "often"], 2, "is not a time"),
         ([".", "--exec", "'"], 2, "--exec: No closing quotation"),
         ([".", "--exec", " "], 2, "--exec names no program"),
+        ([".", "--exec", "no-such-program --now"], 2, "--exec: no such program: no-such-program"),
         ([".", "--slow", "1"], 2, "slow"),
         ([], 2, "missing argument"),
     ],

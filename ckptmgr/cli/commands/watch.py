@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -257,6 +258,9 @@ def _program(command: str | None) -> Callable[[Report], None]:
         raise UsageProblem(f"--exec: {error}", hint="quote it as for a shell") from error
     if not arguments:
         raise UsageProblem("--exec names no program", hint="write --exec 'PROGRAM ARGUMENT...'")
+    if shutil.which(arguments[0]) is None:
+        hint = "give its path, or put it on PATH; alarms would be lost"
+        raise UsageProblem(f"--exec: no such program: {arguments[0]}", hint=hint)
     return partial(_run_program, arguments)
 
 
