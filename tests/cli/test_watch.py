@@ -396,12 +396,15 @@ def test_program_is_run_for_an_alarm_whose_message_has_a_lone_surrogate(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("program", "problem"),
-    [("false", "ended with status 1"), ("/nowhere/program", "No such file")],
+    ("script", "problem"),
+    [("#!/bin/sh\nexit 1\n", "ended with status 1"), ("#!/nowhere/shell\n", "No such file")],
 )
-def test_program_that_fails_is_noted(tmp_path: Path, program: str, problem: str) -> None:
+def test_program_that_fails_is_noted(tmp_path: Path, script: str, problem: str) -> None:
+    program = tmp_path / "program"
+    program.write_text(script)
+    program.chmod(0o700)
     damage(save_run(tmp_path, [10])[0])
-    result = run("watch", tmp_path, "--once", "--exec", program)
+    result = run("watch", tmp_path, "--once", "--exec", str(program))
     assert result.exit_code == 1
     assert problem in result.stderr
 
