@@ -120,7 +120,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             allow_unencrypted=allow_unencrypted,
             observe=observe,
         )
-        self._start = start
+        self._start: Literal["newest", "new"] = start
         self._io: ManagerIO | None = None
         self._loaders = TrainingLoaders(self.manager, self._put_random_back)
         self._random: Mapping[str, object] | None = None

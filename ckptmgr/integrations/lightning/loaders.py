@@ -30,7 +30,7 @@ class TrainingLoader:
         self._ckptmgr_before_first = before_first
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
         """Return the class of the loader: Lightning asks whether it is torch's."""
         return type(self._ckptmgr_loader)
 
