@@ -115,6 +115,7 @@ def lines(
     yield 0, ("reencrypt", runs, *key, "--to", right, "--to", secrets.source("wrapped"), "--yes", *sign)  # fmt: skip
     yield 0, ("verify", runs, "--key", secrets.source("wrapped"))
     yield 0, ("watch", runs, "--once", "--json", *key)
+    yield 0, ("export", file, "--hf", "-o", work / "hub", *key)
     yield 0, ("prune", runs, "--keep", "last(1)", "--yes", *key)
     yield 0, ("prune", runs, "--undo", "--yes", *key)
     text = work / "tokenizer.json"
