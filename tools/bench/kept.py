@@ -83,7 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tools.bench.kept", description="time of a save")
     parser.add_argument("counts", type=int, nargs="*", default=COUNTS)
     given = parser.parse_args(arguments)
-    logging.disable(logging.WARNING)
     print(f"{'policy':<30} {'kept':>7} {'CPU ms':>8} {'wall ms':>8}")
     for policy in POLICIES:
         for count in given.counts:
@@ -96,4 +95,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()
