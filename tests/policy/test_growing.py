@@ -92,6 +92,18 @@ def test_policy_that_is_followed_needs_no_plan(policy: str) -> None:
     assert growing.newest == history[-1]
 
 
+def test_earlier_step_of_a_period_that_comes_later_replaces_the_kept_one() -> None:
+    some: list[Rule] = [Every(10), Last(1)]
+    history = [
+        checkpoint(step, age=timedelta(minutes=age)) for step, age in ((25, 4), (40, 3), (21, 2))
+    ]
+    growing = GrowingHistory(some, [], dropped=(), protected={})
+    for number, one in enumerate(history, 1):
+        growing.put(one)
+        answer = growing.dropped(NOW, protected={})
+        assert answer == dropped_by_plan(history[:number], some, {})
+
+
 class _OwnLast(Last):
     """A rule of a user."""
 
