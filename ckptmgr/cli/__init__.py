@@ -6,6 +6,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -27,11 +28,13 @@ from ckptmgr.cli.exits import (
     without_keys,
 )
 from ckptmgr.cli.options import CONTEXT, Session
+from ckptmgr.crypto.keys.source_names import looks_like_key
 
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),
     "inspect": ("inspect", "Show the contents of a checkpoint."),
     "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
+    "diff": ("diff", "Compare two checkpoints, or those of two directories."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),
@@ -49,6 +52,8 @@ _COMMANDS = {
     "unify": ("ranks", "Join the checkpoints of many ranks into whole tensors."),
     "merge": ("ranks", "Join the strategy files of pipeline stages."),
 }
+_NAME_OF_COMMAND = re.compile("[A-Za-z_-]{1,16}[0-9]{0,2}")
+"""Texts that may be a mistyped command; a key is longer, and no plain word."""
 _TOPICS = {"exit-codes": lambda: "Exit codes:\n" + help_text()}
 
 
@@ -75,7 +80,9 @@ class Commands(click.Group):
         if self.get_command(ctx, name) is None:
             close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
             hint = f"did you mean {close[0]}?" if close else "see ckptmgr --help"
-            raise UsageProblem("no such command (not shown: it may be a key)", hint=hint)
+            is_shown = _NAME_OF_COMMAND.fullmatch(name) and not looks_like_key(name)
+            shown = repr(name) if is_shown else "(not shown: it may be a key)"
+            raise UsageProblem(f"no such command {shown}", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -75,7 +75,7 @@ class Exit(enum.IntEnum):
 
 MEANINGS: Mapping[Exit, str] = {
     Exit.DONE: "done",
-    Exit.NO: "ran, and the answer is no (damage found, alarm of watch, prune pending with --check, prompt declined)",
+    Exit.NO: "ran, and the answer is no (damage found, differences, alarm of watch, prune --check, prompt declined)",
     Exit.FAILED: "usage or general error",
     Exit.PARTLY: "partly done (the rest is named)",
     Exit.NOT_FOUND: "no such run or checkpoint",
@@ -110,7 +110,7 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
 
 _EXTRA = re.compile(r"(Got unexpected extra arguments?) \(.*\)", re.DOTALL)
 # `--keySOURCE`, without a space.
-_FOR_KEYS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-key")
+_FOR_KEYS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-key", "--other-key")
 
 
 class UsageProblem(click.UsageError):
@@ -119,6 +119,14 @@ class UsageProblem(click.UsageError):
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class Trouble(Exception):
+    """An error of a command whose answer "no" has the code 1 of a damaged checkpoint: exit 2."""
+
+    def __init__(self, error: errors.CkptmgrError) -> None:
+        super().__init__(error.message)
+        self.error = error
 
 
 def code_of(error: BaseException) -> Exit:
@@ -132,6 +140,8 @@ def code_of(error: BaseException) -> Exit:
 def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> Exit:
     """Write an error to stderr without misplaced keys, and return its exit code."""
     code = code_of(error)
+    if isinstance(error, Trouble):
+        error = error.error
     message, hint, path = (
         None if part is None else without_keys(part, keys) for part in _parts(error)
     )

@@ -50,6 +50,29 @@ def whole_region(shape: Sequence[int]) -> Region:
     return tuple(Interval(0, length) for length in shape)
 
 
+def regions_of_run(shape: Sequence[int], start: int, stop: int) -> Iterator[Region]:
+    """Yield regions that together are the elements `start` to `stop - 1` in C order, in that order.
+
+    >>> list(regions_of_run((2, 3), 2, 6)) == [region_at((0, 2), (1, 1)), region_at((1, 0), (1, 3))]
+    True
+    """
+    if not shape:
+        yield from [()] * (stop - start)
+        return
+    row_length = prod(shape[1:])
+    while start < stop:
+        row, skipped = divmod(start, row_length)
+        whole_rows = 0 if skipped else (stop - start) // row_length
+        if whole_rows:
+            yield Interval(row, row + whole_rows), *whole_region(shape[1:])
+            start += whole_rows * row_length
+            continue
+        count = min(stop - start, row_length - skipped)
+        for inner in regions_of_run(shape[1:], skipped, skipped + count):
+            yield Interval(row, row + 1), *inner
+        start += count
+
+
 def region_shape(region: Region) -> tuple[int, ...]:
     """Return the shape of a region."""
     return tuple(one.length for one in region)

@@ -13,7 +13,7 @@ from ckptmgr.state.paths import SHARED, Node, Path, StateMismatch, dump_skeleton
 from ckptmgr.state.skeleton import leaves_of
 
 _MAPPINGS = ("dict", "ordered", "defaultdict")
-_PARTS = {
+PARTS_OF_KIND = {
     "list": 1,
     "tuple": 1,
     "set": 1,
@@ -90,7 +90,7 @@ def _starts_of_parts(nodes: Sequence[Node]) -> list[int]:
     """Return the index of the first node of each key and value of the last node, a dict."""
     starts: list[int] = []
     for index, node in enumerate(nodes):
-        takes = min(_takes(node), len(starts))
+        takes = min(parts_taken(node), len(starts))
         first = starts[len(starts) - takes] if takes else index
         if index == len(nodes) - 1:
             return starts[len(starts) - takes :] if takes else []
@@ -99,13 +99,13 @@ def _starts_of_parts(nodes: Sequence[Node]) -> list[int]:
     return []
 
 
-def _takes(node: Node) -> int:
+def parts_taken(node: Node) -> int:
     """Return how many values before it a node takes; a damaged node is found by `unflatten`."""
     if not isinstance(node, dict) or len(node) != 1:
         return 0
     [(kind, body)] = node.items()
-    if kind in _PARTS:
-        return _PARTS[kind] * body if type(body) is int and body > 0 else 0
+    if kind in PARTS_OF_KIND:
+        return PARTS_OF_KIND[kind] * body if type(body) is int and body > 0 else 0
     if kind == "namedtuple":
         is_whole = isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)
         return len(body[1]) if is_whole else 0  # type: ignore[arg-type, index]

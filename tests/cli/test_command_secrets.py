@@ -115,6 +115,7 @@ def lines(
     yield 0, ("reencrypt", runs, *key, "--to", right, "--to", secrets.source("wrapped"), "--yes", *sign)  # fmt: skip
     yield 0, ("verify", runs, "--key", secrets.source("wrapped"))
     yield 0, ("watch", runs, "--once", "--json", *key)
+    yield 0, ("diff", file, file, *key, "--other-key", secrets.source("wrapped"))
     yield 0, ("export", file, "--hf", "-o", work / "hub", *key)
     yield 0, ("prune", runs, "--keep", "last(1)", "--yes", *key)
     yield 0, ("prune", runs, "--undo", "--yes", *key)
@@ -151,7 +152,15 @@ def failing(command: str, option: str, secrets: Secrets, target: Path) -> Iterat
     yield (command, *shorter, f"{option}{secret}")
 
 
-SECRET_OPTIONS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-key")
+SECRET_OPTIONS = (
+    "--key",
+    "--add",
+    "--remove",
+    "--to",
+    "--signing-key",
+    "--private-key",
+    "--other-key",
+)
 
 
 def secret_options(command: click.Command) -> list[str]:

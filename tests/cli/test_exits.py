@@ -82,9 +82,22 @@ def test_typing_error_gets_a_suggestion(arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert result.stderr == (
-        "ckptmgr: error: no such command (not shown: it may be a key)\n"
-        "ckptmgr: hint: did you mean ls?\n"
+        "ckptmgr: error: no such command 'lss'\nckptmgr: hint: did you mean ls?\n"
     )
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("lst", "ls"), ("Verfiy", "verify"), ("dif", "diff")])
+def test_mistyped_command_is_shown_with_the_one_that_was_meant(typed: str, meant: str) -> None:
+    assert run(typed).stderr == (
+        f"ckptmgr: error: no such command {typed!r}\nckptmgr: hint: did you mean {meant}?\n"
+    )
+
+
+@pytest.mark.parametrize("typed", ["abcdefabcdefabcdefabcdef", "correct horse", "p4ssw0rd"])
+def test_command_that_may_be_a_key_is_not_shown(typed: str) -> None:
+    answer = run(typed)
+    assert "no such command (not shown: it may be a key)" in answer.stderr
+    assert typed not in answer.output
 
 
 @pytest.mark.parametrize("before", [[], ["--debug"], ["help"]])

@@ -34,6 +34,7 @@ REQUIRED = {
     "keygen": ("-o", "out"),
     "convert": ("--compression", "zstd"),
     "export": ("--hf", "-o", "out"),
+    "diff": (".",),
     "reencrypt": ("--to", "env:NOBODY"),
     "sign": ("--private-key", "env:NOBODY"),
     "watch": ("--once",),

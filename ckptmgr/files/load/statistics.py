@@ -44,13 +44,17 @@ def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
     return total.stats()
 
 
-def chunks_of(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
+def chunks_of(
+    source: Source, entry: TensorEntry, *, chunk_bytes: int = READ_BYTES
+) -> Iterator[memoryview]:
     """Yield the content in views of whole elements, which the pieces of the file may cut.
+
+    All views but the last have `chunk_bytes`; the memory of a view is that of the next one, too.
 
     Raises:
         FormatError: A bool is neither 0 nor 1, or the source became shorter.
     """
-    buffer = memoryview(bytearray(min(READ_BYTES, entry.spec.size_bytes)))
+    buffer = memoryview(bytearray(min(chunk_bytes, entry.spec.size_bytes)))
     filled = 0
     for piece in entry.pieces:
         done = 0
