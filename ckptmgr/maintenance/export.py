@@ -7,26 +7,22 @@ ckptmgr.export_weights("runs/a/net-100.safetensors", "model", only="net")
 
 The tensors are read, checked and decrypted in pieces of 16 MiB, of which some are in memory. The
 files are written and synced in a hidden directory beside the target, which then gets its name, so
-the target is whole or absent.
+the target is whole or absent (`export_directory`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.config.checks import check_is_bool, check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
-from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
@@ -36,25 +32,21 @@ from ckptmgr.formats.image import Extent, Image
 from ckptmgr.formats.safetensors_file import build_image_in_given_order
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.io.signals import defer_signals
 from ckptmgr.maintenance.convert_target import ConversionOutput, place, private_mode
+from ckptmgr.maintenance.export_directory import held_directory
 from ckptmgr.maintenance.export_plan import (
     INDEX_NAME,
     ExportedTensor,
     ExportPlan,
-    is_name_of_export,
     plan_export,
     size_of,
 )
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.real_files import real_file
-from ckptmgr.store.reserved_names import is_reserved_name
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
     from ckptmgr.crypto.keys.signing import PublicKey
-
-_DIRECTORY_MODE = 0o700
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +112,7 @@ def export_weights(
         TypeError, ValueError: An argument is unusable.
         CheckpointNotFound: There is no such file, or no directory for the new one.
         UnsafeWrite: The directory is not empty, or not that of an export.
+        StoreLocked: Another export to this directory is under way.
         StateMismatch: The checkpoint has no such part; names those that it has.
         UnsupportedCheckpoint: It is a checkpoint of many ranks, or has values that safetensors
             cannot hold; names the tensor.
@@ -170,8 +163,10 @@ def export_to(
             path=source,
             hint="load it with load_checkpoint, and save its tensors with save_file",
         )
-    _check_target(real, origin, force=force)
-    with open_reader(source, options) as reader:
+    with (
+        held_directory(real, origin, force=force) as new,
+        open_reader(source, options) as reader,
+    ):
         names = reader.tensor_names()
         left_out = _texts(reader, {*reader.names()} - {*names}, source)
         plan = plan_export(
@@ -182,7 +177,7 @@ def export_to(
             path=source,
         )
         has_crc = reader.check_crc()
-        with _new_directory(real, origin, force=force) as fresh:
+        with new.filled() as fresh:
             files = _write(reader, plan, fresh, mode=private_mode(origin), source=source)
         return ExportedWeights(
             directory=target,
@@ -246,76 +241,3 @@ def _tensor(reader: CheckpointReader, tensor: ExportedTensor) -> Tensor:
             f"{tensor.stored_name!r} is MindSpore's int4, which other libraries would read as int8"
         )
     return Tensor(spec=tensor.spec, content=reader.content(tensor.stored_name))
-
-
-def _check_target(target: Path, source: Path, *, force: bool) -> None:
-    """Raise unless an export may write to a directory.
-
-    Raises:
-        CheckpointNotFound: There is no directory for it.
-        UnsafeWrite: It is a file, has the name of one that ckptmgr keeps, or is not empty.
-    """
-    if is_reserved_name(target.name):
-        raise UnsafeWrite(
-            "is the name of a manifest, a lease or another file of ckptmgr",
-            path=target,
-            hint="choose another name",
-        )
-    if not target.parent.is_dir():
-        raise CheckpointNotFound("no such directory", path=target.parent)
-    if not os.path.lexists(target):
-        return
-    if not target.is_dir():
-        raise UnsafeWrite(
-            "exists and is no directory", path=target, hint="choose another directory"
-        )
-    held = sorted(path.name for path in target.iterdir())
-    if held and not force:
-        raise UnsafeWrite(
-            "is not empty", path=target, hint="choose a new directory, or pass --force"
-        )
-    if source.parent == target:
-        raise UnsafeWrite("holds the input", path=target, hint="choose another directory")
-    for name in held:
-        if not is_name_of_export(name) or not stat.S_ISREG((target / name).lstat().st_mode):
-            raise UnsafeWrite(
-                f"holds {name!r}, which no export wrote, and would be replaced as a whole",
-                path=target,
-                hint="export to a new directory, and add the other files to that",
-            )
-
-
-@contextmanager
-def _new_directory(target: Path, source: Path, *, force: bool) -> Iterator[Path]:
-    """Give a directory that is filled in the block its name at the end; after an error it is gone."""
-    fs = OsFileSystem(keeps_owner=True)
-    unique = secrets.token_hex(8)
-    fresh, old = (target.parent / f".export-{unique}.{kind}" for kind in ("new", "old"))
-    try:
-        fs.make_directory(fresh, mode=_DIRECTORY_MODE)
-        yield fresh
-        fs.sync_directory(fresh)
-        with defer_signals():
-            _check_target(target, source, force=force)
-            is_replaced = target.is_dir() and any(target.iterdir())
-            if is_replaced:
-                fs.replace(target, old)
-            try:
-                fs.replace(fresh, target)
-            except BaseException:
-                if is_replaced:
-                    fs.replace(old, target)
-                raise
-            fs.sync_directory(target.parent)
-            if is_replaced:
-                _remove(fs, old)
-    finally:
-        _remove(fs, fresh)
-
-
-def _remove(fs: OsFileSystem, directory: Path) -> None:
-    """Remove a directory of files, if it is there; ignore errors of the disk."""
-    with contextlib.suppress(OSError):
-        for name in fs.names(directory):
-            fs.unlink(directory / name)
-        fs.remove_directory(directory)
