@@ -109,9 +109,8 @@ def test_earlier_export_gets_its_name_back_even_when_the_next_export_is_refused(
 
 @pytest.mark.parametrize("kind", ["new", "old"])
 def test_directory_with_files_of_others_is_never_removed(tmp_path: Path, kind: str) -> None:
+    export_weights(save_state(OLD, tmp_path / "a.ckpt").path, tmp_path / "out")
     left = left_behind(tmp_path, kind)
-    if kind == "old":
-        export_weights(tmp_path / "old.ckpt", tmp_path / "out")
     (left / "config.json").touch()
     with pytest.raises(UnsafeWrite, match=r"config\.json.*\n.*was killed left this directory"):
         export_weights(tmp_path / "old.ckpt", tmp_path / "out", force=True)
