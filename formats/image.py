@@ -242,11 +242,7 @@ class ImageBuilder:
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
         """Append the content of a tensor of `size_bytes` bytes."""
         if size_bytes > _SMALL_BYTES and isinstance(tensor.content, ContentPieces):
-            start = 0
-            for stop in tensor.content.cuts:
-                piece = partial(tensor.content.read, start, stop)
-                self.add_extent(Extent(piece, 0, stop - start))
-                start = stop
+            self.add_pieces(tensor.content, 0, size_bytes)
         elif size_bytes > _SMALL_BYTES:
             content = partial(content_of, tensor)
             self.add_extent(Extent(content, 0, size_bytes, tensors=(tensor,)))
@@ -255,6 +251,12 @@ class ImageBuilder:
             self._run_bytes += size_bytes
             if self._run_bytes >= _RUN_BYTES:
                 self._end_run()
+
+    def add_pieces(self, content: ContentPieces, start: int, stop: int) -> None:
+        """Append the bytes `[start, stop)` of a content that is made in pieces."""
+        for cut in (*(one for one in content.cuts if start < one < stop), stop):
+            self.add_extent(Extent(partial(content.read, start, cut), 0, cut - start))
+            start = cut
 
     def add_extent(self, extent: Extent) -> None:
         """Append an extent as it is."""

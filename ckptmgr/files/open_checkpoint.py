@@ -159,7 +159,7 @@ def _opened_file(
 ) -> CheckpointReader:
     with contextlib.ExitStack() as stack:
         stack.callback(raw.close)
-        opened = _opened(raw, path, options, manifest)
+        opened = checked_opening(raw, path, options, manifest)
         with translated_errors(path):
             mapped = MappedTensors(raw, opened) if is_mapped else None
         return CheckpointReader(opened, stack.pop_all(), mapped, framework=framework)
@@ -174,12 +174,13 @@ def _opened_source(
     path = name if isinstance(name, str) else "<source>"
     if is_mapped:
         raise UnsupportedCheckpoint("only files can be mapped", path=path)
-    return CheckpointReader(_opened(source, path, options, None), framework=framework)
+    return CheckpointReader(checked_opening(source, path, options, None), framework=framework)
 
 
-def _opened(
+def checked_opening(
     raw: Source, path: str, options: ReadOptions, manifest: Manifest | None
 ) -> OpenCheckpoint:
+    """Open the content of a file for a `CheckpointReader`, which reads single tensors."""
     opened = open_source(raw, path=path, options=options, manifest=manifest, is_for_loading=True)
     if opened.is_sealed or opened.format == "safetensors":
         # An attacker could change descriptions to swap tensors; here all descriptions are in one

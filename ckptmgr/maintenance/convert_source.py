@@ -16,6 +16,8 @@ from ckptmgr.crypto.mindspore.blocks import PLAINTEXT_BLOCK_BYTES
 from ckptmgr.files.load.open import OpenCheckpoint, open_indexed, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of, plaintext_of
+from ckptmgr.files.load.tensors import CheckpointReader
+from ckptmgr.files.open_checkpoint import checked_opening
 from ckptmgr.formats.source import Source
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.threads import PIECE_BYTES
@@ -109,6 +111,21 @@ def open_plain(
             is_for_loading=is_for_image,
         )
         yield opened, manifest
+
+
+@contextmanager
+def open_tensors(
+    path: Path, options: ReadOptions
+) -> Iterator[tuple[CheckpointReader, Manifest | None]]:
+    """Open a checkpoint of any kind for reading its tensors one by one.
+
+    Raises:
+        KeyProblem: No key, a wrong one, or no seal.
+        CorruptCheckpoint: It is damaged.
+    """
+    manifest = _manifest_of(path, options)
+    with open_raw(path) as raw:
+        yield CheckpointReader(checked_opening(raw, str(path), options, manifest)), manifest
 
 
 @contextmanager

@@ -54,7 +54,7 @@ class ExportedWeights:
     """What an export wrote.
 
     Attributes:
-        directory: The new directory.
+        directory: The new directory; that of the file if another format was asked for.
         files: Its files: those of the weights, and of several the index.
         tensor_count: Number of tensors, each counted once.
         tensor_bytes: Bytes of their contents.
@@ -62,6 +62,7 @@ class ExportedWeights:
         left_out: Names of stored texts, which are no weights.
         parts: First parts of the names, where they have several, such as `net` and `optimizer`.
         is_verified: Whether a seal, digests or a CRC32 verified what was read.
+        is_one_file: Whether another format was asked for, and not the layout of the Hub.
     """
 
     directory: Path
@@ -72,6 +73,7 @@ class ExportedWeights:
     left_out: tuple[str, ...]
     parts: tuple[str, ...]
     is_verified: bool
+    is_one_file: bool = False
 
 
 def export_weights(
@@ -157,12 +159,7 @@ def export_to(
     """Export with arguments that are checked already; otherwise as `export_weights`."""
     real = Path(os.path.realpath(target))
     origin = real_file(source)
-    if is_set_name(origin.name):
-        raise UnsupportedCheckpoint(
-            "is a checkpoint of many ranks, which has several files",
-            path=source,
-            hint="load it with load_checkpoint, and save its tensors with save_file",
-        )
+    refuse_set(source)
     with (
         held_directory(real, origin, force=force) as new,
         open_reader(source, options) as reader,
@@ -188,6 +185,16 @@ def export_to(
             left_out=left_out if only is None else (),
             parts=_parts(names) if only is None else (),
             is_verified=reader.is_verified or has_crc,
+        )
+
+
+def refuse_set(source: Path) -> None:
+    """Raise UnsupportedCheckpoint for a checkpoint of many ranks."""
+    if is_set_name(real_file(source).name):
+        raise UnsupportedCheckpoint(
+            "is a checkpoint of many ranks, which has several files",
+            path=source,
+            hint="load it with load_checkpoint, and save its tensors with save_file",
         )
 
 

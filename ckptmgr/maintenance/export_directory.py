@@ -65,8 +65,7 @@ class ExportDirectory:
                     raise
                 fs.sync_directory(target.parent)
                 if is_replaced:
-                    with contextlib.suppress(OSError):
-                        _remove(fs, old)
+                    _remove(fs, old)
         finally:
             with contextlib.suppress(OSError):
                 _remove(fs, fresh)

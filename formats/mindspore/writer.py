@@ -14,7 +14,16 @@ from functools import lru_cache, partial
 from ..errors import FormatError, UnsupportedError
 from ..image import Extent, Image, ImageBuilder
 from ..strict_json import encode_object, is_encodable
-from ..tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, content_of
+from ..tensor import (
+    ContentPieces,
+    Item,
+    MapTensors,
+    Tensor,
+    TensorSpec,
+    Text,
+    check_count,
+    content_of,
+)
 from .fields import (
     CHECKPOINT_METADATA,
     CHECKPOINT_VALUE,
@@ -154,7 +163,10 @@ def _add_tensor(builder: ImageBuilder, tensor: Tensor, slice_bytes: int) -> None
         stop = min(start + slice_bytes, size_bytes)
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
         builder.add(_value_head(name, head, stop - start))
-        builder.add_extent(Extent(content, start, stop, tensors=(tensor,)))
+        if isinstance(tensor.content, ContentPieces):
+            builder.add_pieces(tensor.content, start, stop)
+        else:
+            builder.add_extent(Extent(content, start, stop, tensors=(tensor,)))
 
 
 def _text_record(item: Text) -> bytes:

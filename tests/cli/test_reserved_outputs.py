@@ -22,6 +22,7 @@ COMMANDS = {
     "encrypt": ["encrypt", "net-1_1.ckpt", "--key", "env:KEY", "-o"],
     "decrypt": ["decrypt", "net-1_1.ckpt", "--key", "env:KEY", "-o"],
     "export": ["export", "net-1_1.ckpt", "--hf", "-o"],
+    "export --to": ["export", "net-1_1.ckpt", "--to", "ckpt", "-o"],
     "keygen": ["keygen", "-o"],
     "watch": ["watch", ".", "--once", "--state"],
     "transform": ["transform", "ranks", "-o"],

@@ -24,7 +24,7 @@ import numpy  # noqa: F401
 import zstandard  # noqa: F401
 
 from ckptmgr.cli import main as command_line
-from ckptmgr.cli.commands import convert, crypt, pin, prune, rekey  # noqa: F401
+from ckptmgr.cli.commands import convert, crypt, export, pin, prune, rekey  # noqa: F401
 from tests.faults import saver
 from tests.faults.straced import LOADED, NO_FILE
 

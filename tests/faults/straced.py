@@ -269,7 +269,9 @@ def _signature(line: str) -> str:
         # A file that is created may be opened once more, for direct writes.
         created = " O_EXCL" if "O_EXCL" in call else ""
         call = f"{call.partition('(')[0]} {match['path']}{created}"
-    return re.sub(r"[0-9a-f]+(-[0-9a-f.]+)+\.tmp|\d{8}T[\d.]+Z|\) += .*", "", call)
+    return re.sub(
+        r"(?<=export-)[0-9a-f]{16}|[0-9a-f]+(-[0-9a-f.]+)+\.tmp|\d{8}T[\d.]+Z|\) += .*", "", call
+    )
 
 
 def python(*arguments: str | Path) -> list[str]:

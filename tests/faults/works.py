@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.core.model import State
 from ckptmgr.files.serialization import load_checkpoint
+from ckptmgr.maintenance.export import export_weights
 from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run
 from tests.faults.straced import Call, python
@@ -280,6 +282,37 @@ def _crypt(command: str) -> Work:
     return _command(prepare, arguments, check)
 
 
+def _export(*options: str) -> Work:
+    """Return `export --hf` over an earlier export, or `export --to`."""
+    is_for_hub = options == ("--hf",)
+
+    def prepare(disk: Path) -> None:
+        save_steps(disk / "run", 1, 2)
+        (disk / "out").mkdir()
+        if is_for_hub:
+            export_weights(disk / "run/net-1.ckpt", disk / "out/hub")
+
+    def weights(directory: Path) -> float:
+        return float(load_file(directory / "model.safetensors")["weights"][0])
+
+    def check(disk: Path, is_acknowledged: bool) -> None:
+        assert set(listed(disk / "run").values()) == {1, 2}
+        if not is_for_hub:
+            found = listed(disk / "out")
+            assert set(found.values()) == {2} or (not found and not is_acknowledged)
+            return
+        held = [disk / "out/hub", *(disk / "out").glob(".hub.export-*.old")]
+        kept = weights(next(one for one in held if one.exists()))
+        assert kept == 20.0 or (kept == 10.0 and not is_acknowledged)
+        assert len(list((disk / "out").iterdir())) == 1 or not is_acknowledged
+
+    def arguments(disk: Path) -> list[str | Path]:
+        target = disk / "out" / ("hub" if is_for_hub else "net-2.safetensors")
+        return ["export", disk / "run/net-2.ckpt", "-o", target, *options, "--force"]
+
+    return _command(prepare, arguments, check)
+
+
 SAVERS = {mode: _saver(mode) for mode in ("sync", "thread", "process")}
 COMMANDS = {
     "prune": _prune(),
@@ -291,6 +324,8 @@ COMMANDS = {
     "convert": _convert(),
     "decrypt": _crypt("decrypt"),
     "encrypt": _crypt("encrypt"),
+    "export --hf": _export("--hf"),
+    "export --to": _export("--to", "safetensors"),
 }
 WORKS = {**SAVERS, **COMMANDS}
 each_work = pytest.mark.parametrize("name", WORKS)

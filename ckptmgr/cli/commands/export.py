@@ -13,6 +13,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.render import Output
+from ckptmgr.core.names import FORMATS, stem_of
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -22,12 +23,21 @@ if TYPE_CHECKING:
 _SHOWN = 5
 
 
+def _checked_format(_: click.Context, __: click.Parameter, format: str | None) -> str | None:
+    """Return a format; an error does not repeat what is given, as --to of reencrypt takes keys."""
+    if format is not None and format not in FORMATS:
+        raise UsageProblem("--to is no format", hint=f"write {' or '.join(FORMATS)}")
+    return format
+
+
 @options.command(
     "export",
     examples=(
         "export latest --dir runs/a -o model --hf --only net",
         "export net-40.safetensors.ckpe -o model --hf --only net --key file:run.key",
         "export net-40.ckpt -o model --hf --max-shard-size 2GB",
+        "export net-40.ckpt -o net-40.safetensors --to safetensors",
+        "export 40 --dir runs/a -o net.ckpt --to ckpt --only net",
     ),
 )
 @click.argument("checkpoint", metavar="SEL")
@@ -35,17 +45,23 @@ _SHOWN = 5
     "-o",
     "--output",
     "target",
-    metavar="DIR",
+    metavar="OUT",
     callback=options.checked_path,
     required=True,
-    help="The new directory.",
+    help="The new directory; with --to the new file, or an existing directory for it.",
 )
 @click.option(
     "--hf",
     "is_for_hub",
     is_flag=True,
-    required=True,
     help="The layout of the Hugging Face Hub: model.safetensors, or shards and their index.",
+)
+@click.option(
+    "--to",
+    "format",
+    metavar="|".join(FORMATS),
+    callback=_checked_format,
+    help="One plain file of this format, under the same names.",
 )
 @click.option(
     "--only",
@@ -57,11 +73,13 @@ _SHOWN = 5
     "--max-shard-size",
     "max_shard_size",
     metavar="SIZE",
-    default="5GB",
-    show_default=True,
-    help="Most of a file, e.g. 500MB or 5GiB; a larger tensor has a file of its own.",
+    help="With --hf: most of a file, e.g. 500MB or 5GiB (default: 5GB); a larger tensor has its own.",
 )
-@click.option("--force", is_flag=True, help="Replace DIR if it holds an earlier export only.")
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Replace a file, or a directory that holds an earlier export only.",
+)
 @options.dir_option
 @options.series_option
 @options.trust_options(has_public_key=True)
@@ -72,8 +90,9 @@ def export_command(
     checkpoint: str,
     target: str,
     is_for_hub: bool,
+    format: str | None,
     prefix: str | None,
-    max_shard_size: str,
+    max_shard_size: str | None,
     force: bool,
     directory: Path,
     series: str | None,
@@ -81,18 +100,26 @@ def export_command(
 ) -> int:
     """Write the weights in a checkpoint as plain files for other libraries.
 
-    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. DIR then is what
-    huggingface_hub uploads and from_pretrained loads, beside the config.json of the model. Only
-    checked bytes come out, decrypted as they are read; DIR appears whole or not at all, readable by
-    its owner only. Tied weights are written once, and noted. -q prints the paths of the files.
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. With --hf, OUT then
+    is what huggingface_hub uploads and from_pretrained loads, beside the config.json of the model:
+    tied weights are written once, and noted. With --to, OUT is a file with all values, from which
+    the state can be loaded again, or with the part that --only takes; it gets a manifest. Only
+    checked bytes come out, decrypted as they are read; OUT appears whole or not at all, readable by
+    its owner only. -q prints the paths of the files.
     """
-    del is_for_hub  # the only layout so far, and required
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.core.error_translation import unproven_error
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.export import export_to
+    from ckptmgr.maintenance.export_file import export_file
 
-    max_shard_bytes = _size(max_shard_size)
+    if is_for_hub == (format is not None):
+        raise UsageProblem(
+            "export takes --hf or --to", hint="--hf for the Hub, --to ckpt or --to safetensors"
+        )
+    if format is not None and max_shard_size is not None:
+        raise UsageProblem("--max-shard-size goes with --hf", hint="--to writes one file")
+    max_shard_bytes = _size(max_shard_size or "5GB")
     if prefix == "":
         raise UsageProblem("--only is empty", hint="leave it out to export all tensors")
     trust = given_trust.load()
@@ -102,17 +129,33 @@ def export_command(
     if selected.checkpoint.is_unproven and not Path(checkpoint).exists():
         # A path names the file itself; a step would be no more than its name.
         raise unproven_error(selected.checkpoint.path, trust)
-    output = render.make_output(ctx, Path(target))
+    out, reading = Path(target), ReadOptions(trust=trust)
+    source = selected.checkpoint.path
+    if format is not None and out.is_dir():
+        out /= f"{stem_of(source.name)}.{format}"
+    output = render.make_output(ctx, out)
     started = time.perf_counter()
     with output.progress(selected.checkpoint.name, selected.checkpoint.size_bytes):
-        done = export_to(
-            selected.checkpoint.path,
-            Path(target),
-            only=prefix,
-            max_shard_bytes=max_shard_bytes,
-            options=ReadOptions(trust=trust),
-            force=force,
-        )
+        if format is None:
+            done = export_to(
+                source,
+                out,
+                only=prefix,
+                max_shard_bytes=max_shard_bytes,
+                options=reading,
+                force=force,
+            )
+        else:
+            session = ctx.ensure_object(options.Session)
+            done = export_file(
+                source,
+                out,
+                format=format,
+                only=prefix,
+                options=reading,
+                force=force,
+                clock=session.clock,
+            )
     _show(output, selected, done, elapsed_s=time.perf_counter() - started)
     return Exit.DONE
 
@@ -152,8 +195,9 @@ def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_
     else:
         arrow = "→" if output.has_unicode else "->"
         ties = f" ({len(done.ties)} tied)" if done.ties else ""
+        target = done.files[0] if done.is_one_file else done.directory
         output.line(
-            f"{selected.checkpoint.path} {arrow} {done.directory}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
+            f"{selected.checkpoint.path} {arrow} {target}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
             f"{render.counted(len(done.files), 'file')}, {render.size(sum(sizes))}, {elapsed_s:.1f} s"
         )
 
