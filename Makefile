@@ -42,12 +42,14 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
-# make_venv(directory, constraints, groups): pip and setuptools first, so that our own build is pinned too.
+# make_venv(directory, constraints, groups): pip and setuptools first, so that our own build is pinned too. One at a time:
+# every editable build writes the same *.egg-info.
 define make_venv
 $(PYTHON) tools/check_python.py
 $(PYTHON) -m venv $(1)
 $(1)/bin/python $(PIP_INSTALL) --constraint $(2) --upgrade pip setuptools
-PYTHONWARNINGS=ignore $(1)/bin/python $(PIP_INSTALL) --constraint $(2) --no-build-isolation --editable . $(addprefix --group ,$(3))
+PYTHONWARNINGS=ignore flock pyproject.toml \
+    $(1)/bin/python $(PIP_INSTALL) --constraint $(2) --no-build-isolation --editable . $(addprefix --group ,$(3))
 touch $@
 endef
 
