@@ -148,7 +148,7 @@ def test_mindspore_file_is_compared_with_one_of_torch(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file as save_torch
 
-    weights = {"w": np.float32([1, 2, 3]), "b": np.float32([0.5])}
+    weights = {"w": np.array([1, 2, 3], np.float32), "b": np.array([0.5], np.float32)}
     ours = tmp_path / "mindspore.ckpt"
     save_checkpoint(weights, ours, manifest=False, crc_check=True)
     theirs = tmp_path / "model.safetensors"
@@ -187,8 +187,8 @@ def test_plain_file_is_refused_with_a_key_unless_allowed(tmp_path: Path) -> None
     assert run(*command, *key).exit_code == 13
     assert run(*command, *key, "--allow-unencrypted").exit_code == 2  # no part w
     named = save_state({"net": {"w": W}}, tmp_path / "b.safetensors", manifest=False).path
-    command = ("diff", "1", named, "--dir", runs, "--only", "net", *key, "--allow-unencrypted")
-    assert run(*command).exit_code == 0
+    allowed = ("diff", "1", named, "--dir", runs, "--only", "net", *key, "--allow-unencrypted")
+    assert run(*allowed).exit_code == 0
 
 
 def test_step_that_only_a_name_states_is_refused_with_a_key(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def differences(
     """Return the differences of two arrays that are added in two chunks."""
     one, other = np.asarray(a), np.asarray(b)
     names = types or (one.dtype.name, other.dtype.name)
-    total = DifferenceTotal(*(BY_NAME[name] for name in names), Tolerance(**tolerance))
+    total = DifferenceTotal(BY_NAME[names[0]], BY_NAME[names[1]], Tolerance(**tolerance))
     half = one.size // 2
     for part in (slice(None, half), slice(half, None)):
         total.add(flat_memory(one[part].copy()), flat_memory(other[part].copy()))
@@ -66,8 +66,11 @@ def test_bytes_decide_between_elements_of_one_type_and_values_between_two_types(
     zeros, nan = [0.0, np.nan], [-0.0, np.nan]
     assert differences(zeros, nan).differing == 1
     assert differences(zeros, nan, atol=1e-9).differing == 0
-    assert differences(np.float32(zeros), np.float64(nan)).differing == 0
-    assert differences(np.float32([np.inf, 1]), np.float64([-np.inf, 1])).differing == 1
+    assert differences(np.array(zeros, np.float32), np.array(nan, np.float64)).differing == 0
+    assert (
+        differences(np.array([np.inf, 1], np.float32), np.array([-np.inf, 1], np.float64)).differing
+        == 1
+    )
 
 
 def test_distance_of_large_integers_is_exact() -> None:
@@ -100,9 +103,16 @@ def test_complex_numbers_differ_by_the_length_of_the_difference() -> None:
 
 
 def test_packed_elements_are_compared_by_their_bytes() -> None:
-    found = differences(np.int8([1, 2]), np.int8([1, 3]), types=("int4", "int4"))
+    found = differences(
+        np.array([1, 2], np.int8), np.array([1, 3], np.int8), types=("int4", "int4")
+    )
     assert (found.elements, found.differing, found.max_abs, found.norm) == (2, 1, None, None)
-    assert differences(np.int8([1]), np.int8([1]), types=("int4", "int8")).differing == 1
+    assert (
+        differences(
+            np.array([1], np.int8), np.array([1], np.int8), types=("int4", "int8")
+        ).differing
+        == 1
+    )
     dtype, _ = packed_dtype("F4", (4,))
     total = DifferenceTotal(dtype, dtype, Tolerance(atol=9))
     total.add(memoryview(b"ab"), memoryview(b"ac"))
