@@ -35,6 +35,7 @@ _COMMANDS = {
     "inspect": ("inspect", "Show the contents of a checkpoint."),
     "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
     "diff": ("diff", "Compare two checkpoints, or those of two directories."),
+    "doctor": ("doctor", "Check whether a directory can be saved to and resumed from."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),

@@ -314,7 +314,7 @@ def keys_of_command(
         UsageProblem: A literal key, or no known kind of source. It is not shown.
         KeyProblem: A source gives no key.
     """
-    sources = sources or _from_environment(environment)
+    sources = sources or sources_in_environment(environment)
     return keys_of_option("--key", sources, is_new=is_new) if sources else None
 
 
@@ -371,7 +371,8 @@ def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
     return check_trusted_keys(files)
 
 
-def _from_environment(environment: Mapping[str, str]) -> Sequence[str]:
+def sources_in_environment(environment: Mapping[str, str] = os.environ) -> Sequence[str]:
+    """Return the sources that the environment names: those without `--key`."""
     if environment.get("CKPTMGR_KEY_FILE"):
         return [f"file:{environment['CKPTMGR_KEY_FILE']}"]
     return ["env:CKPTMGR_KEY"] if environment.get("CKPTMGR_KEY") else []
