@@ -29,6 +29,7 @@ from ckptmgr.formats.strict_json import Json
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
+_LINES_AT_ONCE = 1000  # each call of `echo` flushes
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -95,23 +96,28 @@ class Output:
         """Print one line of text."""
         parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
         shown = [Cell(escape(part.text), part.style) for part in parts]
-        stream = sys.stdout
         if self.has_color:
-            _print_styled(shown, stream)
-            return
-        text = "".join(part.text for part in shown).rstrip()
-        encoding = stream.encoding or "utf-8"
-        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+            _print_styled(shown, sys.stdout)
+        else:
+            _print_plain(["".join(part.text for part in shown).rstrip()], sys.stdout)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: str) -> None:
         """Print rows under a header; `right` holds the headings of right-aligned columns."""
         aligned_right = set(right.split())
-        lines = [[Cell(name, "bold") for name in header], *rows]
-        widths = [max(len(escape(line[i].text)) for line in lines) for i in range(len(header))]
-        for line in lines:
+        styled = [[Cell(name, "bold") for name in header], *rows]
+        lines = [[escape(cell.text) for cell in line] for line in styled]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        layout = "  ".join(
+            f"{{:{'>' if name in aligned_right else '<'}{width}}}"
+            for name, width in zip(header, widths, strict=True)
+        )
+        if not self.has_color:
+            _print_plain([layout.format(*line).rstrip() for line in lines], sys.stdout)
+            return
+        for line, texts in zip(styled, lines, strict=True):
             cells: list[Cell | str] = []
-            for name, cell, width in zip(header, line, widths, strict=True):
-                padding = " " * (width - len(escape(cell.text)))
+            for name, cell, text, width in zip(header, line, texts, widths, strict=True):
+                padding = " " * (width - len(text))
                 is_right = name in aligned_right
                 cells += [padding, cell] if is_right else [cell, padding]
                 cells.append("  ")
@@ -193,6 +199,13 @@ def _is_utf8(stream: TextIO) -> bool:
         return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
     except LookupError:
         return False
+
+
+def _print_plain(lines: Sequence[str], stream: TextIO) -> None:
+    encoding = stream.encoding or "utf-8"
+    for start in range(0, len(lines), _LINES_AT_ONCE):
+        text = "\n".join(lines[start : start + _LINES_AT_ONCE])
+        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
 def _print_styled(cells: Sequence[Cell], stream: TextIO) -> None:

@@ -59,6 +59,8 @@ class State(enum.Enum):
     """Being written by a live process."""
 
 
+_WHOLE = (State.OK, State.UNVERIFIED)
+_EMERGENCY = "exception"
 UNFINISHED = (State.LEFTOVER, State.WRITING)
 """States of files that are no checkpoint, or not yet one."""
 
@@ -178,7 +180,7 @@ class Checkpoint:
     @property
     def is_countable(self) -> bool:
         """Whether retention counts it: whole as far as known, and saved between two steps."""
-        return self.state in (State.OK, State.UNVERIFIED) and not self.is_emergency
+        return self.state in _WHOLE and not self.why.startswith(_EMERGENCY)
 
     @property
     def is_bare(self) -> bool:
@@ -203,7 +205,7 @@ class Checkpoint:
     @property
     def is_emergency(self) -> bool:
         """Whether it was saved while an exception unwound the training loop."""
-        return self.why.startswith("exception")
+        return self.why.startswith(_EMERGENCY)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

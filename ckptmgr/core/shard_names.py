@@ -79,7 +79,7 @@ def shard_name(stem: str, rank: int, *, world: int, attempt_id: str, format: str
 
 def parse_shard_name(name: str) -> ShardName | None:
     """Return the fields of a shard's name; None for other names."""
-    match = _SHARD.fullmatch(name)
+    match = _SHARD.fullmatch(name) if "-of-" in name else None  # listings ask for each file
     if match is None:
         return None
     return ShardName(match["stem"], int(match["rank"]), int(match["world"]), match["attempt"])

@@ -18,8 +18,10 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import NamedTuple
 
 from ckptmgr.core.contexts import contextmanager
@@ -110,7 +112,7 @@ class HeldDirectories:
         try:
             yield
         finally:
-            self._leave(path, held)
+            self.leave(path, held)
 
     def is_held(self, path: Path) -> bool:
         """Return whether a directory is held."""
@@ -128,25 +130,16 @@ class HeldDirectories:
         except FileNotFoundError:
             return True
         finally:
-            self._leave(path, held)
+            self.leave(path, held)
 
-    @contextmanager
-    def entry(self, path: Path) -> Iterator[DirectoryEntry]:
-        """Yield the entry for a path; errors within the block name the whole path."""
+    def entry(self, path: Path) -> AbstractContextManager[DirectoryEntry]:
+        """Return a context with the entry for a path; errors within the block name the whole path."""
         directory = path.parent
         with self._mutex:
             held = self._use(directory)
         if held is None:
-            yield DirectoryEntry(os.fspath(path), None)
-            return
-        try:
-            yield DirectoryEntry(path.name, held.descriptor)
-        except OSError as error:
-            if error.filename == path.name:
-                error.filename = os.fspath(path)
-            raise
-        finally:
-            self._leave(directory, held)
+            return nullcontext(DirectoryEntry(os.fspath(path), None))
+        return _HeldEntry(self, path, directory, held)
 
     @contextmanager
     def descriptor(self, path: Path) -> Iterator[int]:
@@ -160,7 +153,7 @@ class HeldDirectories:
         try:
             yield held.descriptor
         finally:
-            self._leave(path, held)
+            self.leave(path, held)
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[int]:
@@ -176,7 +169,7 @@ class HeldDirectories:
                 # Not a duplicate: that would share the position of a listing.
                 descriptor = os.open(".", _DIRECTORY, dir_fd=held.descriptor)
             finally:
-                self._leave(path, held)
+                self.leave(path, held)
         try:
             yield descriptor
         finally:
@@ -188,7 +181,8 @@ class HeldDirectories:
             held.users += 1
         return held
 
-    def _leave(self, path: Path, held: _Held | None) -> None:
+    def leave(self, path: Path, held: _Held | None) -> None:
+        """End a use of a directory; the last one closes its descriptor."""
         if held is None:
             return
         with self._mutex:
@@ -196,6 +190,33 @@ class HeldDirectories:
             if not held.users:
                 del self._held[path]
                 os.close(held.descriptor)
+
+
+class _HeldEntry(AbstractContextManager[DirectoryEntry]):
+    """An entry of a held directory. No generator: listings make one for each file."""
+
+    __slots__ = ("_directories", "_directory", "_held", "_path")
+
+    def __init__(
+        self, directories: HeldDirectories, path: Path, directory: Path, held: _Held
+    ) -> None:
+        self._directories = directories
+        self._path = path
+        self._directory = directory
+        self._held = held
+
+    def __enter__(self) -> DirectoryEntry:
+        return DirectoryEntry(self._path.name, self._held.descriptor)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._directories.leave(self._directory, self._held)
+        if isinstance(error, OSError) and error.filename == self._path.name:
+            error.filename = os.fspath(self._path)
 
 
 def _opened(path: Path, parent: int | None) -> int:

@@ -28,6 +28,7 @@ from ckptmgr.io.threads import HASH_STEP_BYTES, for_each_unit
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
+MAX_RANGE_BYTES = 1 << 30
 DIGEST_BYTES = 32
 
 
@@ -52,10 +53,16 @@ class FileDigest:
     @property
     def total(self) -> bytes:
         """The digest that commits to the whole file."""
-        head = b"ckptmgr.digest/1" + self.size_bytes.to_bytes(8, "little")
-        head += self.range_bytes.to_bytes(8, "little")
-        blank = self.blank_bytes.to_bytes(8, "little") if self.blank_bytes else b""
-        return blake3(head + b"".join(self.ranges) + blank).digest()
+        ranges = b"".join(self.ranges)
+        return total_digest(self.size_bytes, self.range_bytes, ranges, self.blank_bytes)
+
+
+def total_digest(size_bytes: int, range_bytes: int, ranges: bytes, blank_bytes: int = 0) -> bytes:
+    """Return the digest that commits to a whole file, from those of its ranges."""
+    head = b"ckptmgr.digest/1" + size_bytes.to_bytes(8, "little")
+    head += range_bytes.to_bytes(8, "little")
+    blank = blank_bytes.to_bytes(8, "little") if blank_bytes else b""
+    return blake3(head + ranges + blank).digest()
 
 
 def digest_of(source: Source, *, blank_bytes: int = 0) -> FileDigest:

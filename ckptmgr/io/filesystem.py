@@ -330,8 +330,10 @@ class OsFileSystem:
         entries = {}
         with self._directories.opened(path) as descriptor, os.scandir(descriptor) as scan:
             for entry in scan:
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     entries[entry.name] = _status(entry.stat(follow_symlinks=False))
+                except FileNotFoundError:  # `suppress` costs more
+                    continue
         return entries
 
     def status(self, path: Path) -> FileStatus | None:
@@ -384,13 +386,14 @@ def _renamed(error: OSError, source: Path, target: Path) -> OSError:
 
 
 def _status(figures: os.stat_result) -> FileStatus:
-    is_file = stat.S_ISREG(figures.st_mode)
+    mode = figures.st_mode
+    is_file = stat.S_ISREG(mode)
     return FileStatus(
-        size_bytes=figures.st_size,
-        modified_at=figures.st_mtime,
-        is_file=is_file,
-        is_directory=stat.S_ISDIR(figures.st_mode),
-        identity=(figures.st_dev, figures.st_ino),
-        mode=stat.S_IMODE(figures.st_mode) if is_file else _PRIVATE,
-        changed_ns=figures.st_ctime_ns,
+        figures.st_size,
+        figures.st_mtime,
+        is_file,
+        not is_file and stat.S_ISDIR(mode),
+        (figures.st_dev, figures.st_ino),
+        stat.S_IMODE(mode) if is_file else _PRIVATE,
+        figures.st_ctime_ns,
     )

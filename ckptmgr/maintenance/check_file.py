@@ -69,9 +69,10 @@ class FileCheck:
         Raises:
             CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
         """
-        # A deep check reads twice; the second time comes from the page cache.
+        # A deep check reads twice; the second time comes from the page cache. A quick one reads
+        # little.
         with contextlib.closing(
-            file if self._level is Level.DEEP else bypass_page_cache(file)
+            bypass_page_cache(file) if self._level is Level.FULL else file
         ) as raw:
             refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:

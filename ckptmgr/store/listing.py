@@ -31,6 +31,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileStatus
+from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.leases import Processes
 from ckptmgr.io.passing_errors import no_such_file
 from ckptmgr.io.temp_names import final_name, is_temp_of, parse_temp
@@ -227,16 +228,17 @@ def listed(
     if files.fs.status(files.directory) is None:
         return []
     missing: set[str] = set()
-    while True:
-        entries = files.fs.list(files.directory)
-        known = seen.listing(entries, now_s=now_s)
-        found = _Listing(files, processes, entries, known).run()
-        seen.keep(known)
-        # A listing is not atomic: data that a save renames meanwhile may appear under neither name.
-        # A second listing starts after that rename.
-        before, missing = missing, {c.name for c in found if c.state is State.MISSING}
-        if missing == before:
-            return found
+    with gc_paused():
+        while True:
+            entries = files.fs.list(files.directory)
+            known = seen.listing(entries, now_s=now_s)
+            found = _Listing(files, processes, entries, known).run()
+            seen.keep(known)
+            # A listing is not atomic: data that a save renames meanwhile may appear under neither
+            # name. A second listing starts after that rename.
+            before, missing = missing, {c.name for c in found if c.state is State.MISSING}
+            if missing == before:
+                return found
 
 
 def list_entries(
@@ -292,7 +294,7 @@ class _Listing:
         found: list[Checkpoint] = []
         lone: list[LoneManifest] = []
         for name, status in entries.items():
-            if name.endswith(SUFFIX) and not name.startswith("."):
+            if name.endswith(SUFFIX) and name[0] != ".":
                 one = self._known.get(name) or self._from_manifest(name, status)
                 if isinstance(one, LoneManifest):
                     lone.append(one)
@@ -351,21 +353,22 @@ class _Listing:
             problem = f"{NO_REGULAR_FILE}; put the file itself here"
             return entry_of(path, data, State.CORRUPT, problem)
         is_lone = data is None and not is_set_name(data_name)
+        read: Manifest | Checkpoint | None
         key_problem = None
         try:
             try:
                 # Only the data decides which side of an overwrite counts.
-                manifest = (
+                read = (
                     self._files.load(name, trust=self._files.trust)
                     if is_lone
-                    else self._files.read(data_name)
+                    else self._files.read_listed(path)
                 )
             except KeyProblem as error:
                 if is_lone:  # it proves nothing, so its data is not missing
                     problem = f"a manifest without its data file: {error.message}"
                     return entry_of(path, status, State.LEFTOVER, problem)
                 key_problem = error
-                manifest = self._files.read_unproven(data_name)
+                read = self._files.read_unproven(data_name)
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
             # Damage is final. Any other obstacle is raised when the caller asks for this
@@ -373,18 +376,18 @@ class _Listing:
             obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
             unread = entry_of(path, data or status, State.CORRUPT, problem)
             return replace(unread, obstacle=obstacle)
-        if manifest is None:  # removed by another process during the listing
+        if read is None:  # removed by another process during the listing
             problem = "vanished while the directory was listed"
             return entry_of(path, data or status, State.LEFTOVER, problem)
-        if is_lone:
-            return LoneManifest(manifest)
-        if key_problem is not None:
-            return manifest.to_checkpoint(
+        if is_lone and isinstance(read, Manifest):
+            return LoneManifest(read)
+        if key_problem is not None and isinstance(read, Manifest):
+            return read.to_checkpoint(
                 self._directory,
                 state=self._unproven_state(key_problem),
                 problem=key_problem.message,
             )
-        checkpoint = self._with_data(manifest, data)
+        checkpoint = self._with_data(read, data)
         if checkpoint.state is State.OK:
             self._known.note(name, checkpoint, checkpoint.shards or (data_name,))
         return checkpoint
@@ -395,16 +398,20 @@ class _Listing:
             return State.UNVERIFIED
         return State.UNPROVEN if isinstance(problem, UnprovenCheckpoint) else State.OTHER_KEY
 
-    def _with_data(self, manifest: Manifest, data: FileStatus | None) -> Checkpoint:
+    def _with_data(self, read: Manifest | Checkpoint, data: FileStatus | None) -> Checkpoint:
         problem, obstacle = None, None
-        if data is None:
-            problem = problem_of_shards(manifest, self._entries)
-            obstacle = missing_shard(manifest, self._directory, self._entries)
-        elif data.size_bytes != (expected := manifest.file.digest.size_bytes):
-            problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
-        state = State.OK if problem is None else State.CORRUPT
-        found = manifest.to_checkpoint(self._directory, state=state, problem=problem)
-        return found if obstacle is None else replace(found, obstacle=obstacle)
+        if isinstance(read, Checkpoint):
+            found, size_bytes = read, read.size_bytes
+        else:
+            found, size_bytes = read.to_checkpoint(self._directory), read.file.digest.size_bytes
+        if data is None and isinstance(read, Manifest):
+            problem = problem_of_shards(read, self._entries)
+            obstacle = missing_shard(read, self._directory, self._entries)
+        elif data is not None and data.size_bytes != size_bytes:
+            problem = f"{data.size_bytes} bytes, but the manifest says {size_bytes}"
+        if problem is None:
+            return found
+        return replace(found, state=State.CORRUPT, problem=problem, obstacle=obstacle)
 
     def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
         is_live = self._is_live(name)

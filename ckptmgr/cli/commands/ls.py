@@ -77,10 +77,10 @@ def ls_command(
 
 def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
     """Return a bare file with the cipher that its first bytes name; all others as they are."""
-    from ckptmgr.crypto.detect import cipher_of
-
     if not checkpoint.is_bare:
         return checkpoint
+    from ckptmgr.crypto.detect import cipher_of
+
     try:
         with contextlib.closing(store.fs.open(checkpoint.path)) as file:
             return replace(checkpoint, cipher=cipher_of(file))

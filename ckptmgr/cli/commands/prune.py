@@ -16,6 +16,7 @@ from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
 from ckptmgr.formats.strict_json import Json
+from ckptmgr.io.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_table import PlanView
@@ -79,6 +80,7 @@ def prune_command(
     store = options.open_store(directory, trust=given_trust.load())
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
+    ctx.with_resource(gc_paused())
     # The plan holds for this directory, even if another one gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory)

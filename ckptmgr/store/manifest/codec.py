@@ -25,7 +25,7 @@ from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckp
 from ckptmgr.core.model import Figures, Pin
 from ckptmgr.core.shard_names import is_set_name, parse_shard_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.io.digest import ALGORITHM, DIGEST_BYTES, FileDigest
+from ckptmgr.io.digest import ALGORITHM, DIGEST_BYTES, MAX_RANGE_BYTES, FileDigest
 from ckptmgr.store.manifest.fields import (
     base_name,
     count,
@@ -83,7 +83,6 @@ SHARDED_SCHEMA = "ckptmgr.manifest/2"
 _SCHEMAS = (SCHEMA, SHARDED_SCHEMA)
 _ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
 _NEW = "new"  # in `run.start`
-_MAX_RANGE_BYTES = 1 << 30
 _MAX_BLANK_BYTES = 2 << 16  # two header copies of the largest size
 
 
@@ -354,7 +353,7 @@ def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     if digest["algorithm"] != ALGORITHM:
         raise ValueError(f"unknown digest algorithm {digest['algorithm']!r}")
     size_bytes, range_bytes = count(entry, "size_bytes"), count(digest, "range_bytes")
-    if not 1 <= range_bytes <= _MAX_RANGE_BYTES:
+    if not 1 <= range_bytes <= MAX_RANGE_BYTES:
         raise ValueError(f"{range_bytes} bytes is no sensible digest range")
     ranges = tuple(bytes.fromhex(value) for value in digest["ranges"])
     if len(ranges) != -(-size_bytes // range_bytes) or any(len(r) != DIGEST_BYTES for r in ranges):

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -14,7 +15,6 @@ from ckptmgr.core.model import Checkpoint, Link, Pin, State
 from ckptmgr.core.shard_names import is_set_name, parse_shard_name
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.store.manifest.fields import time_text
-from ckptmgr.store.manifest.proofs import canonical
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.store.manifest.keys import ManifestKey
@@ -22,6 +22,39 @@ if TYPE_CHECKING:  # slow to import, and needed with keys only
 SUFFIX = ".manifest.json"
 PLACEHOLDER = "foreign"
 _ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
+_quoted = json.encoder.encode_basestring_ascii
+
+
+def checkpoint_id(
+    *,
+    series: str,
+    step: int,
+    attempt: int,
+    epoch: int | None,
+    sequence: int,
+    saved_at: str,
+    why: str,
+    run_id: str,
+    parents: Sequence[str],
+    world_size: int,
+    files: Sequence[tuple[str, int, str]],
+    previous_id: str | None,
+) -> str:
+    """Return the hash of the facts of a checkpoint that never change; `files`: name, bytes, digest.
+
+    The text is their canonical JSON (docs/manifest-format.md). A large listing needs very many.
+    """
+    runs = ",".join([_quoted(parent) for parent in parents])
+    each = ",".join([f"[{_quoted(name)},{size:d},{_quoted(total)}]" for name, size, total in files])
+    text = (
+        f'{{"attempt":{attempt:d},"epoch":{"null" if epoch is None else format(epoch, "d")}'
+        f',"files":[{each}]'
+        f',"previous":{"null" if previous_id is None else _quoted(previous_id)}'
+        f',"run":{{"id":{_quoted(run_id)},"parents":[{runs}]}},"saved_at":{_quoted(saved_at)}'
+        f',"sequence":{sequence:d},"series":{_quoted(series)},"step":{step:d}'
+        f',"why":{_quoted(why)},"world":{{"size":{world_size:d}}}}}'
+    )
+    return hashlib.sha256(_ID_PREFIX + text.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,23 +133,23 @@ class Manifest:
     @property
     def id(self) -> str:
         """64 hex digits: a hash over the facts that never change, and the id of the predecessor."""
-        document = {
-            "series": self.series,
-            "step": self.step,
-            "attempt": self.attempt,
-            "epoch": self.epoch,
-            "sequence": self.sequence,
-            "saved_at": time_text(self.saved_at),
-            "why": self.why,
-            "run": {"id": self.run_id, "parents": list(self.parent_run_ids)},
-            "world": {"size": self.world_size},
-            "files": [
-                [entry.name, entry.digest.size_bytes, entry.digest.total.hex()]
+        return checkpoint_id(
+            series=self.series,
+            step=self.step,
+            attempt=self.attempt,
+            epoch=self.epoch,
+            sequence=self.sequence,
+            saved_at=time_text(self.saved_at),
+            why=self.why,
+            run_id=self.run_id,
+            parents=self.parent_run_ids,
+            world_size=self.world_size,
+            files=[
+                (entry.name, entry.digest.size_bytes, entry.digest.total.hex())
                 for entry in self.shards or (self.file,)
             ],
-            "previous": None if self.previous is None else self.previous.id,
-        }
-        return hashlib.sha256(_ID_PREFIX + canonical(document)).hexdigest()
+            previous_id=None if self.previous is None else self.previous.id,
+        )
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import differing_ranges
@@ -17,6 +18,7 @@ from ckptmgr.io.passing_errors import pause_before_retry
 from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
+from ckptmgr.store.manifest.fast_reader import checkpoint_in
 from ckptmgr.store.real_files import no_regular_file
 
 # Escaped twice, it must still fit into a manifest.
@@ -73,8 +75,25 @@ class ManifestReader:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
                 another key; or the data file is a link.
         """
+        return self._proven(data_name, self._content_of(data_name), is_bare_taken=is_bare_taken)
+
+    def read_listed(self, path: Path) -> Manifest | Checkpoint | None:
+        """As `read` for the data file `path`, but return the checkpoint of a plain manifest at once.
+
+        The caller knows that the data file is a regular file.
+        """
+        data = self._content_of(path.name)
+        if data is not None and self.trust.keys is None and not self.trust.trusted_keys:
+            found = checkpoint_in(data, path)
+            if found is not None:
+                return found
+        return self._proven(path.name, data)
+
+    def _proven(
+        self, data_name: str, data: bytes | None, *, is_bare_taken: bool = False
+    ) -> Manifest | None:
         try:
-            side = self._read(data_name, self.trust)
+            side = self._side_in(data_name, data, self.trust)
         except KeyProblem:
             # A writer with other keys, or without one, was to replace the file.
             if is_bare_taken and self._is_placeholder(self.read_unproven(data_name)):
@@ -96,7 +115,7 @@ class ManifestReader:
 
         A placeholder is returned as such.
         """
-        return self._read(data_name, self.trust.strict)
+        return self._side_in(data_name, self._content_of(data_name), self.trust.strict)
 
     def read_unproven(self, data_name: str) -> Manifest | None:
         """As `read`, but check no proofs; for display."""
@@ -110,12 +129,16 @@ class ManifestReader:
         """
         return side is not None and side.is_placeholder and self._describes_data(side.file)
 
-    def _read(self, data_name: str, trust: Trust) -> Manifest | None:
-        path = self.directory / manifest_name(data_name)
+    def _content_of(self, data_name: str) -> bytes | None:
         try:
-            data = self._content(path)
+            return self._content(self.directory / manifest_name(data_name))
         except FileNotFoundError:
             return None
+
+    def _side_in(self, data_name: str, data: bytes | None, trust: Trust) -> Manifest | None:
+        if data is None:
+            return None
+        path = self.directory / manifest_name(data_name)
         try:
             side = self.matching_side(manifests.decode(data, path=path, trust=trust))
         except KeyProblem:
@@ -202,13 +225,14 @@ class ManifestReader:
 
     def _read_whole(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
-            if file.size > manifests.MAX_MANIFEST_BYTES:
+            size = file.size
+            if size > manifests.MAX_MANIFEST_BYTES:
                 raise CorruptCheckpoint(
-                    f"has {file.size} bytes, a manifest at most {manifests.MAX_MANIFEST_BYTES}",
+                    f"has {size} bytes, a manifest at most {manifests.MAX_MANIFEST_BYTES}",
                     path=path,
                     hint="it is something else; move it away",
                 )
-            return read_bytes(file, 0, file.size)
+            return read_bytes(file, 0, size)
 
     def matching_side(self, manifest: Manifest) -> Manifest:
         """Return the manifest, or the replaced one if that describes the data; reads the data."""
