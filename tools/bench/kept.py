@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.core.model import Link
 from ckptmgr.core.names import step_name
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 
@@ -45,18 +46,25 @@ def fill(directory: Path, count: int) -> None:
         manager.save(0, _STATE)
     first = step_name("ckpt", 0, attempt=0, format=_FORMAT)
     path, content = directory / manifest_name(first), (directory / first).read_bytes()
-    manifest = decode(path.read_bytes(), path=path)
+    manifest = saved = decode(path.read_bytes(), path=path)
     for step in range(1, count):
         name = step_name("ckpt", step, attempt=0, format=_FORMAT)
-        copy = replace(
+        manifest = replace(
             manifest,
             file=replace(manifest.file, name=name),
             step=step,
-            sequence=manifest.sequence + step,
-            saved_at=manifest.saved_at + timedelta(milliseconds=step),
+            sequence=saved.sequence + step,
+            saved_at=saved.saved_at + timedelta(milliseconds=step),
+            metrics={"loss": 1 / step},
+            previous=Link(
+                name=manifest.name,
+                sequence=manifest.sequence,
+                run_id=manifest.run_id,
+                id=manifest.id,
+            ),
         )
         (directory / name).write_bytes(content)
-        (directory / manifest_name(name)).write_bytes(encode(copy))
+        (directory / manifest_name(name)).write_bytes(encode(manifest))
 
 
 def save_times(directory: Path, count: int, policy: str) -> list[SaveTime]:
