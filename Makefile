@@ -14,6 +14,9 @@ BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
 HUB_VENV ?= .venv-hub
 FRAMEWORK ?= torch
+ifeq ($(FRAMEWORK),mindspore)
+KIT_VENV ?= $(INTEROP_VENV)
+endif
 KIT_VENV ?= .venv-kit-$(FRAMEWORK)
 SUPPLY_VENV ?= .venv-supply
 DOCS_VENV ?= .venv-docs
@@ -86,9 +89,11 @@ $(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing mkdocs into $(DOCS_VENV)"
 	$(call make_venv,$(DOCS_VENV),constraints.txt,docs)
 
+ifneq ($(KIT_VENV),$(INTEROP_VENV))
 $(KIT_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing $(FRAMEWORK) into $(KIT_VENV)"
 	$(call make_venv,$(KIT_VENV),constraints.txt,kit-$(FRAMEWORK))
+endif
 
 $(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the tools that look after dependencies into $(SUPPLY_VENV)"
@@ -155,7 +160,7 @@ interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers, and train with Lightning
 	@HF_HUB_OFFLINE=1 $(HUB_PY) $(PYTEST) -m hub tests/hub $(PYTEST_ARGS)
 
-# FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml, and its tests in tests/kit/test_FRAMEWORK.py and KIT_TESTS_FRAMEWORK.
+# FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml (mindspore: the environment of interop), and its tests in tests/kit/test_FRAMEWORK.py and KIT_TESTS_FRAMEWORK.
 KIT_TESTS_jax := tests/state/test_tree_flax.py
 .PHONY: kit
 kit: $(KIT_VENV)/.stamp ## cut real runs of a framework, and compare what they return (FRAMEWORK=torch)

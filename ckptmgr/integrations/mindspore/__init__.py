@@ -17,6 +17,7 @@ import mindspore as _library
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.files.load.network import load_param_into_net
 from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr.integrations.mindspore.checkpoint_callback import CheckpointCallback
 from ckptmgr.integrations.mindspore.objects import (
     get_parameter_redundancy,
     load_checkpoint,
@@ -37,6 +38,7 @@ from ckptmgr.parallel import (
 from ckptmgr.training.callback import ModelCheckpoint
 
 __all__ = [
+    "CheckpointCallback",
     "CheckpointConfig",
     "ModelCheckpoint",
     "build_searched_strategy",

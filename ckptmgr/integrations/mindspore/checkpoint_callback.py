@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# (without MindSpore pyright takes this file for it)
+"""`CheckpointCallback`: `Model.train` and `Model.fit` of MindSpore, resumed bit for bit.
+
+Rules, each found by failing:
+
+* `cur_step_num` restarts at 0 unless a callback sets it when the training begins.
+* `initial_epoch` alone gives the first epochs of the data again, in their order: the data set has to
+  begin at the step, too, from which MindSpore also derives the order of later epochs.
+* The last step of an epoch is saved at the end of the epoch, after the evaluation of `Model.fit`,
+  whose metrics belong to it; any other step where it ends, before such an evaluation.
+* `Model` enters and leaves its callbacks around the training, and again around each evaluation.
+* A run that has reached its last epoch cannot be trained for no epoch: it makes one more step, which
+  is undone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import mindspore
+import numpy as np
+from mindspore import dataset as data
+from mindspore.train import Callback
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.paths import StateMismatch
+from ckptmgr.training.callback_values import MetricsSource
+from ckptmgr.training.manager import CheckpointManager
+
+_UNSEEDED = 5489  # std::mt19937::default_seed; the data then draw a seed of their own
+_OF_LOSS_SCALE = ("loss_scale", "cur_iter", "last_overflow_iter", "bad_step")
+_CALL = "initial_epoch=checkpoints.resume(model, dataset, epochs)"
+
+
+class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
+    """Saves, prunes and resumes the runs of a `Model`.
+
+    ```
+    checkpoints = CheckpointCallback("runs/lenet", CheckpointConfig(save_checkpoint_steps=100))
+    first = checkpoints.resume(model, dataset, 10)
+    model.train(10, dataset, callbacks=[checkpoints], initial_epoch=first)
+    ```
+
+    Files are those of `CheckpointManager`; `ModelCheckpoint` writes files under MindSpore's names.
+
+    Args:
+        directory: Directory of the checkpoints.
+        config: When and how to save, what to keep. Metrics are the loss, as `loss`, and those of the
+            evaluations of `Model.fit`, which the checkpoint of the last step of an epoch has.
+        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
+            no `coordinator`, because only training in one process is supported.
+
+    Attributes:
+        manager: The `CheckpointManager`, to list, pin or load checkpoints.
+
+    Raises:
+        TypeError, ValueError: As `CheckpointManager`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("coordinator") is not None:
+            raise ValueError(
+                "coordinator= has no effect in CheckpointCallback, which saves runs of one process: use ModelCheckpoint"
+            )
+        super().__init__()
+        self.manager = CheckpointManager(directory, config, **options)
+        self._model: Any = None
+        self._first_epoch = 0
+        self._step = 0
+        self._ended: Checkpoint | None = None
+        self._facts: dict[str, Any] = {}
+        self._random: _StepRandom | None = None
+        self._metrics = MetricsSource(None)
+        self._steps_per_epoch = 0
+        self._is_pending = False
+        self._is_slow: bool | None = None
+        self._depth = 0
+
+    def resume(self, model: Any, dataset: Any, epochs: int) -> int:
+        """Restore the newest checkpoint that loads; return the `initial_epoch` for `Model.train`.
+
+        The network and the optimizer get their parameters; the data set, the random numbers and the
+        number of the step follow when the training begins. At a first start nothing is changed.
+
+        Args:
+            model: Its `train_network` is restored, and saved by the training.
+            dataset: The data set of the training, built as for the first start.
+            epochs: As for `Model.train`.
+
+        Raises:
+            StateMismatch: The checkpoint is of another network, or of no `CheckpointCallback`, and
+                nothing was changed; or it is of data with another number of batches.
+            CkptmgrError, OSError: As `CheckpointManager.resume`.
+        """
+        self._model, self._random, self._ended = model, None, None
+        self._first_epoch = self._step = 0
+        self._facts, random = {}, _StepRandom()
+        state = {
+            "network": _parameters(model.train_network),
+            "training": "",
+            "random": random,
+            "generator": random.generator,
+        }
+        start = self.manager.resume(state)
+        _warn_of_order(dataset, is_resumed=not start.is_fresh)
+        if start.checkpoint is None:
+            return 0
+        facts = json.loads(start.state["training"])  # type: ignore[index, unused-ignore]
+        self._step, self._facts = start.step, facts
+        steps_per_epoch = int(facts["steps_per_epoch"])
+        random.take()
+        self._random = random
+        _warn_of_dropout(model.train_network)
+        if self._step >= epochs * steps_per_epoch:
+            self._ended, self._first_epoch = start.checkpoint, epochs - 1
+            return self._first_epoch
+        if facts["batches"] != dataset.get_dataset_size():
+            raise StateMismatch(
+                f"the data set has {dataset.get_dataset_size()} batches, but the run was saved with {facts['batches']}",
+                hint="resume with the same data and the same batch size",
+            )
+        data.config.set_seed(facts["data_seed"])
+        self._is_slow = data.config.get_fast_recovery()
+        data.config.set_fast_recovery(False)  # else random transforms draw other numbers
+        dataset.set_init_step(self._step)
+        self._first_epoch = self._step // steps_per_epoch
+        return self._first_epoch
+
+    def __enter__(self) -> Self:
+        """Enter the training, or an evaluation inside it."""
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the training, as `CheckpointManager` does."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._model = None
+            self.manager.__exit__(kind, error, traceback)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Go on from the restored step; refuse what cannot be saved.
+
+        Raises:
+            RuntimeError: `resume` was not called for this training.
+            ValueError: There are several ranks.
+            StateMismatch: The epochs have another number of steps than those of the checkpoint.
+        """
+        params = run_context.original_args()
+        if self._model is None or params.train_network is not self._model.train_network:
+            raise RuntimeError(
+                f"each training with CheckpointCallback begins with resume, for its model: Model.train(..., {_CALL})"
+            )
+        if params.device_number > 1:
+            raise ValueError(
+                f"CheckpointCallback saves the state of one process, and there are {params.device_number}: use"
+                " ModelCheckpoint with a coordinator"
+            )
+        is_sink = bool(params.dataset_sink_mode)
+        batches = params.train_dataset.get_dataset_size()
+        self._steps_per_epoch = params.batch_num if is_sink else batches
+        stored = self._facts.get("steps_per_epoch", self._steps_per_epoch)
+        if self._ended is None and stored != self._steps_per_epoch:
+            raise StateMismatch(
+                f"an epoch has {self._steps_per_epoch} steps, but the run was saved with {stored}",
+                hint="resume with the same sink_size",
+            )
+        for name, value in self._facts.get("loss_scale", {}).items():
+            setattr(params.loss_scale_mananger, name, value)
+        self._is_pending = False
+        params.cur_step_num = self._step if self._ended is None else self._step - 1
+        if self.manager.should_stop:
+            run_context.request_stop()
+
+    def on_train_epoch_begin(self, run_context: Any) -> None:
+        """Put the random numbers back, and check that the training goes on where `resume` said.
+
+        Raises:
+            ValueError: `initial_epoch` is another one.
+        """
+        params = run_context.original_args()
+        if self._first_epoch >= 0:
+            first, self._first_epoch = self._first_epoch, -1
+            if params.cur_epoch_num != first + 1:
+                raise ValueError(
+                    f"the run goes on with initial_epoch={first}, but the training began with"
+                    f" initial_epoch={params.cur_epoch_num - 1}: Model.train(..., {_CALL})"
+                )
+        if self._random is not None:
+            self._random.put_back()
+            self._random = None
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """Let later passes over the data set begin at its first batch."""
+        if self._is_slow is not None:
+            run_context.original_args().train_dataset.set_init_step(0)
+            data.config.set_fast_recovery(self._is_slow)
+            self._is_slow = None
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Save by the policy, unless the epoch ends with this step.
+
+        Raises:
+            UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
+        """
+        params = run_context.original_args()
+        if self._ended is not None:
+            network = {"network": _parameters(self._model.train_network)}
+            self.manager.load(self._ended, network, only="network")
+            run_context.request_stop()
+            return
+        self._is_pending = params.cur_step_num % self._steps_per_epoch == 0
+        if not self._is_pending:
+            self._step_end(run_context)
+        if self.manager.should_stop:
+            run_context.request_stop()
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        """Save the last step of the epoch; raises as `on_train_step_end`."""
+        if self._is_pending:
+            self._is_pending = False
+            self._step_end(run_context)
+            if self.manager.should_stop:
+                run_context.request_stop()
+
+    def _step_end(self, run_context: Any) -> None:
+        params, network = run_context.original_args(), self._model.train_network
+        random, scaler = _StepRandom(), params.loss_scale_mananger
+        random.take()
+        facts = {
+            "steps_per_epoch": self._steps_per_epoch,
+            "batches": params.train_dataset.get_dataset_size(),
+            "data_seed": data.config.get_seed(),
+            "loss_scale": {
+                name: getattr(scaler, name) for name in _OF_LOSS_SCALE if hasattr(scaler, name)
+            },
+        }
+
+        def content() -> Mapping[str, object]:
+            return {
+                "network": _parameters(network),
+                "training": json.dumps(facts),
+                "random": random,
+                "generator": random.generator,
+            }
+
+        self.manager.step_end(
+            params.cur_step_num,
+            content,
+            epoch=params.cur_epoch_num,
+            metrics=self._metrics.at(run_context),
+        )
+
+
+class _StepRandom(GlobalRandom):
+    """The global generators as they were at the end of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: np.ndarray = mindspore.get_rng_state().asnumpy()
+        self._taken: dict[str, object] | None = None
+
+    def take(self) -> None:
+        """Remember the generators as they are now."""
+        self._taken = super().state_dict()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return what was remembered, or else the present states."""
+        return super().state_dict() if self._taken is None else self._taken
+
+    def put_back(self) -> None:
+        """Set the generators as they were."""
+        self.load_state_dict(self.state_dict())
+        mindspore.set_rng_state(mindspore.Tensor(self.generator))
+
+
+def _parameters(cell: Any) -> dict[str, Any]:
+    """Return the parameters of a network, and of the optimizer that trains it, by their names."""
+    return {one.name: one for one in cell.get_parameters()}
+
+
+def _warn_of_order(dataset: Any, *, is_resumed: bool) -> None:
+    if not is_resumed and dataset.is_shuffled() and data.config.get_seed() == _UNSEEDED:
+        warnings.warn(
+            "the data are shuffled by a seed that MindSpore draws at each start: a run that resumes inside an epoch"
+            " has another order; call mindspore.set_seed(...) first",
+            stacklevel=3,
+        )
+
+
+def _warn_of_dropout(network: Any) -> None:
+    names = [name for name, cell in network.cells_and_names() if "Dropout" in type(cell).__name__]
+    if names:
+        warnings.warn(
+            f"{', '.join(names)}: MindSpore does not give the state of the generator of a dropout operator, so the resumed run"
+            " drops other elements than the uncut one",
+            stacklevel=3,
+        )
