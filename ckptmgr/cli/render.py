@@ -24,7 +24,7 @@ import click
 
 from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.options import Session
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.formats.strict_json import Json
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -42,6 +42,8 @@ class Cell(NamedTuple):
 
 STATE_STYLES: Mapping[str, str] = {
     "ok": "green",
+    "complete": "yellow",
+    "incomplete": "dim",
     "unverified": "yellow",
     "unproven": "yellow",
     "other-key": "yellow",
@@ -264,7 +266,8 @@ def number(value: float | None) -> str:
 def step(checkpoint: Checkpoint) -> str:
     """Return the step, or `-` where it is unknown."""
     is_known = checkpoint.run_id is not None or checkpoint.is_countable or checkpoint.is_bare
-    return str(checkpoint.step) if is_known else "-"
+    is_foreign = checkpoint.state is State.INCOMPLETE
+    return str(checkpoint.step) if is_known or is_foreign else "-"
 
 
 def state(word: str) -> Cell:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
+from ckptmgr.cli.foreign import why_none, without_foreign
 from ckptmgr.cli.options import check_path
 from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
@@ -110,14 +111,20 @@ def _select_one(
     choose = _chooser(text)
     if choose is not None:
         store = open_store(directory)
-        found = choose(list_selected(store, series=series))
+        found = choose(without_foreign(store, list_selected(store, series=series)))
         place = store.directory
     else:
         path = Path(text)
         store = open_store(path if path.is_dir() else Path(os.path.realpath(path)).parent)
-        found = list_selected(store, series=series) if path.is_dir() else [_file(store, path)]
+        is_folder = path.is_dir()
+        listed = list_selected(store, series=series) if is_folder else []
+        found = without_foreign(store, listed) if is_folder else [_file(store, path)]
         place = path
     if not found:
+        if not without_foreign(store, store.scan()):
+            absence = why_none(store.fs, store.directory)
+            if absence is not None:
+                raise absence
         raise CheckpointNotFound(
             f"no checkpoint is {text!r}" if choose is not None else "no checkpoints here",
             path=place,

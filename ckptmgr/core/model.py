@@ -57,9 +57,13 @@ class State(enum.Enum):
     """The remains of an interrupted save or removal."""
     WRITING = "writing"
     """Being written by a live process."""
+    COMPLETE = "complete"
+    """Of another tool, whose save ended as far as its files tell."""
+    INCOMPLETE = "incomplete"
+    """Of another tool, whose save did not end, or of which files are missing."""
 
 
-_WHOLE = (State.OK, State.UNVERIFIED)
+_WHOLE = (State.OK, State.UNVERIFIED, State.COMPLETE)
 _EMERGENCY = "exception"
 UNFINISHED = (State.LEFTOVER, State.WRITING)
 """States of files that are no checkpoint, or not yet one."""
@@ -110,7 +114,8 @@ class Checkpoint:
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
         pins: Why retention must keep it.
         state: Its state in the directory.
-        format: `ckpt` or `safetensors`; `opaque` for a container with another file (never listed).
+        format: `ckpt` or `safetensors`; `opaque` for a container with another file (never listed);
+            for checkpoints of other tools the name of the tool.
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
         opened_by: Keys of its manifest: `key 0011223344556677`, `passphrase (argon2id, of a run)`.

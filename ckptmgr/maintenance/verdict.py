@@ -55,6 +55,8 @@ class Status(enum.Enum):
     """The disk failed, or this version does not know the file format."""
     MISSING = "missing"
     """Its manifest is in the directory, and a data file that it names is not."""
+    INCOMPLETE = "incomplete"
+    """Of another tool, whose save did not end, or of which files are missing."""
     DAMAGED = "damaged"
     """Its bytes are not those that were saved."""
 
@@ -65,7 +67,7 @@ class Verification:
 
     Attributes:
         problems: The faults, one sentence each; for a file of a rank after its name.
-        checked: Checks that passed, names from `CHECKS`.
+        checked: Checks that passed, names from `CHECKS`; for other tools as `foreign.check` calls them.
         unchecked: Checks that could not be made, each with the reason.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
         hint: What to do next, or None.

@@ -56,7 +56,7 @@ def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Chec
         series=named.prefix if named is not None else stem,
         step=0 if numbered is None else numbered.step,
         attempt=0 if numbered is None else numbered.attempt,
-        saved_at=_modified_at(status),
+        saved_at=modified_time(status.modified_at),
         size_bytes=status.size_bytes,
         state=state,
         format=_format_of(path.name),
@@ -69,10 +69,11 @@ def _format_of(name: str) -> str:
     return "safetensors" if is_safetensors else "ckpt"
 
 
-def _modified_at(status: FileStatus) -> datetime:
-    # Some file systems store times outside the range of the calendar.
+def modified_time(seconds: float) -> datetime:
+    """Return the time of a change of a file, UTC; that of 1970 for one outside the calendar."""
+    # Some file systems store such times.
     try:
-        return datetime.fromtimestamp(status.modified_at, UTC)
+        return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError):
         return datetime.fromtimestamp(0, UTC)
 

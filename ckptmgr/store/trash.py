@@ -250,7 +250,7 @@ def _remove_files(fs: FileSystem, folder: Path) -> None:
 def tidy(store: Store, folder: Path) -> None:
     """Remove the folder of a batch, and the trash, if they are empty."""
     with store.fs.hold_directory(store.directory), contextlib.suppress(FileNotFoundError):
-        with held_trash(store.fs, store.directory):
+        with held_trash(store.fs, store.directory, name=folder.parent.name):
             _remove_empty(store.fs, folder)
         _remove_empty(store.fs, folder.parent)
 

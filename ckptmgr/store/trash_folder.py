@@ -19,6 +19,8 @@ TRASH_NAME = ".ckptmgr-trash"
 DEFAULT_GRACE = timedelta(hours=24)
 QUARANTINE_NAME = ".ckptmgr-quarantine"
 """Folder of damaged checkpoints: batches as in the trash, which nothing removes."""
+FOREIGN_TRASH_NAME = ".ckptmgr-trash-foreign"
+"""Trash of the checkpoints of other tools, which are directories."""
 STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 
@@ -42,15 +44,17 @@ def held_batch(fs: FileSystem, path: Path) -> Iterator[None]:
         yield
 
 
-def batch_folders(fs: FileSystem, directory: Path) -> list[tuple[Path, datetime]]:
+def batch_folders(
+    fs: FileSystem, directory: Path, *, name: str = TRASH_NAME
+) -> list[tuple[Path, datetime]]:
     """Return the folders of the batches and their times, oldest first; ignore other entries."""
-    trash = directory / TRASH_NAME
+    trash = directory / name
     status = fs.status(trash)
     if status is None or not status.is_directory:
         return []
-    with held_trash(fs, directory):
+    with held_trash(fs, directory, name=name):
         entries = sorted(fs.list(trash).items())
-    dated = [(trash / name, _time_of(name)) for name, entry in entries if entry.is_directory]
+    dated = [(trash / entry, _time_of(entry)) for entry, one in entries if one.is_directory]
     return [(path, thrown_at) for path, thrown_at in dated if thrown_at is not None]
 
 

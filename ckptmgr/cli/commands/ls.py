@@ -28,6 +28,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import RunLine, lines_of, meant_line
 
 if TYPE_CHECKING:
+    from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
     from ckptmgr.store.store import Store
 
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
@@ -55,24 +56,46 @@ def ls_command(
     for the file), corrupt, missing (the manifest is here, the data is not), leftover or writing.
     RUN, where a series has checkpoints of several runs or a run several series, is the newest run
     of those that were resumed from each other.
+
+    Checkpoints of the Trainer of Transformers, Lightning, Megatron, DeepSpeed, torchtitan, Orbax
+    and torch.distributed.checkpoint are listed, too: FORMAT is the tool, STATE complete or
+    incomplete, and TAGS what points at one, such as latest.
     """
+    from ckptmgr.cli.foreign import foreign_of, why_none
     from ckptmgr.cli.selectors import list_selected
 
     store = options.open_store(directory, trust=given_trust.load())
-    found = [
-        _sniffed(store, c) for c in list_selected(store, series=series, with_leftovers=show_all)
-    ]
+    listed = list_selected(store, series=series, with_leftovers=show_all)
+    foreign = foreign_of(store)
+    found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
+    others = [one for one in foreign.checkpoints if series in (None, one.checkpoint.series)]
+    if foreign.is_itself:
+        found = []
+    if not (found or foreign.checkpoints or store.scan()):
+        absence = why_none(store.fs, store.directory)
+        if absence is not None:
+            raise absence
     output = render.make_output(ctx, store.directory)
     if output.is_json:
-        lines = lines_of(found)
-        runs = run_by_name(lines)
-        items = [{**render.checkpoint_json(c), "line": runs[c.name]} for c in found]
-        output.result(items, _summary(found, lines))
+        _print_json(output, found, others)
     elif output.is_quiet:
-        output.paths([c.path for c in found])
+        output.paths([*(c.path for c in found), *(one.checkpoint.path for one in others)])
     else:
-        _print(output, found, ctx.ensure_object(Session))
+        _print(output, found, others, ctx.ensure_object(Session))
     return Exit.DONE
+
+
+def _print_json(output: Output, found: list[Checkpoint], others: list[ForeignCheckpoint]) -> None:
+    from ckptmgr.cli.foreign import foreign_json
+
+    lines = lines_of(found)
+    runs = run_by_name(lines)
+    own: list[dict[str, Json]] = [
+        {**render.checkpoint_json(c), "line": runs[c.name]} for c in found
+    ]
+    theirs = [{**foreign_json(one), "line": None} for one in others]
+    summary = _summary([*found, *(one.checkpoint for one in others)], lines)
+    output.result([*own, *theirs], summary)
 
 
 def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
@@ -98,30 +121,46 @@ def _summary(found: list[Checkpoint], lines: list[RunLine]) -> dict[str, Json]:
     }
 
 
-def _print(output: Output, found: list[Checkpoint], session: Session) -> None:
+def _print(
+    output: Output,
+    found: list[Checkpoint],
+    others: list[ForeignCheckpoint],
+    session: Session,
+) -> None:
+    from ckptmgr.cli.foreign import remarks
+
     has_series = len({c.series for c in found}) > 1
     lines = lines_of(found)
     has_runs = not are_as_series(lines)
     runs = run_by_name(lines)
     header = (*["SERIES"] * has_series, *["RUN"] * has_runs, *_HEADER)
     now = session.now()
-    if found:
-        rows = []
-        for checkpoint in found:
-            row = _row(checkpoint, saved=render.age(checkpoint.saved_at, now))
-            series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
-            rows.append([*[series] * has_series, *[run] * has_runs, *row])
+    rows = []
+    for checkpoint in found:
+        row = _row(checkpoint, saved=render.age(checkpoint.saved_at, now))
+        series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
+        rows.append([*[series] * has_series, *[run] * has_runs, *row])
+    for one in others:
+        row = _row(one.checkpoint, saved=render.age(one.checkpoint.saved_at, now))
+        row[0] = row[0] if one.has_step else Cell("-")
+        row[-1] = Cell(" ".join(one.named_by) or "-")
+        rows.append([*[Cell("-")] * (has_series + has_runs), *row])
+    if rows:
         output.table(header, rows, right="STEP SAVED SIZE")
     for checkpoint in found:
         if checkpoint.problem is not None and checkpoint.state.value not in ("unverified",):
             output.line(f"{checkpoint.name}: {checkpoint.problem}")
+    for one in others:
+        for remark in remarks(one):
+            output.line(remark)
     latest = sentence_of_latest(lines, meant_line(lines))
     if latest is not None:
         output.line(latest)
-    total = render.size(sum(c.size_bytes for c in found))
-    states = Counter(c.state.value for c in found)
-    others = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
-    output.line(f"{render.counted(len(found), 'checkpoint')}, {total}{others}")
+    everything = [*found, *(one.checkpoint for one in others)]
+    total = render.size(sum(c.size_bytes for c in everything))
+    states = Counter(c.state.value for c in everything)
+    words = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
+    output.line(f"{render.counted(len(everything), 'checkpoint')}, {total}{words}")
 
 
 def _row(checkpoint: Checkpoint, *, saved: str) -> list[Cell]:

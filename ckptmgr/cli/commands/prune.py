@@ -72,7 +72,16 @@ def prune_command(
     that stays is verified first, with --key its header, too.
     Removed ones stay in .ckptmgr-trash for the grace time; the next prune after that removes them
     for good. Until then --undo brings the last batch back.
+
+    Of the checkpoints of other tools (see ls) whole entries with a step in their name may go. What
+    the notes of the tool point at stays, and so do incomplete ones, which count nowhere.
     """
+    from ckptmgr.cli.foreign_prune import (
+        foreign_to_prune,
+        is_last_foreign,
+        prune_foreign,
+        undo_foreign,
+    )
     from ckptmgr.cli.policy_file import load_policy
     from ckptmgr.cli.prune_table import PlanView
     from ckptmgr.maintenance.prune import propose
@@ -89,14 +98,30 @@ def prune_command(
             raise UsageProblem(
                 "--undo stands alone", hint="drop --keep, --check, --now and --by-series"
             )
-        return _undo(store, output, is_dry=dry_run)
+        undo_last = undo_foreign if is_last_foreign(store) else _undo
+        return undo_last(store, output, is_dry=dry_run)
+    foreign = foreign_to_prune(store)
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
+    view = PlanView(output=output, directory=directory, series=series, verbose=verbose)
+    if foreign is not None:
+        return prune_foreign(
+            store,
+            foreign,
+            view,
+            policy=policy,
+            now=now,
+            grace=life,
+            by_series=by_series,
+            dry_run=dry_run,
+            check=check,
+            yes=yes,
+            at_once=at_once,
+        )
     if not (dry_run or check or yes):
         _check_can_ask(store, policy, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
         proposal = propose(store, policy, now=now, series=series, by_series=by_series, grace=life)
-    view = PlanView(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         view.plan(proposal)
         view.result(proposal, None)

@@ -26,6 +26,7 @@ _STATUS_WIDTH = len("unverified")
 _CODES = (
     ("damaged", Exit.NO),
     ("missing", Exit.NO),
+    ("incomplete", Exit.NO),
     ("unreadable", Exit.FAILED),
     ("wrong key", Exit.KEY),
     ("unsealed", Exit.REFUSED),
@@ -84,7 +85,11 @@ def verify_command(
 
     With --public-key no secret key is needed: the signature vouches for the digests, and the
     digests for every byte.
+
+    Checkpoints of other tools are checked as far as their files allow, without opening a pickle:
+    they are unverified where nothing is wrong, and incomplete where their save did not end.
     """
+    from ckptmgr.cli.foreign import checked_foreign, select_foreign
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.verify import Level, verify_checkpoint, was_removed
@@ -92,7 +97,8 @@ def verify_command(
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
-    selected = select(selectors, directory, opener, series=series)
+    foreign, texts = select_foreign(selectors, directory, opener, series=series)
+    selected = select(texts, directory, opener, series=series) if texts or not foreign else []
     expected = _expected(expect_step, expect_id)
     reading = ReadOptions(trust=trust)
     depth = Level(level or "full")
@@ -112,6 +118,10 @@ def verify_command(
                 )
             if not was_removed(one.store, answer):
                 yield answer
+        for store, theirs in foreign:
+            with output.progress(theirs.checkpoint.name, theirs.checkpoint.size_bytes):
+                answer = checked_foreign(store, theirs, depth)
+            yield answer
 
     return _show(output, answers(), depth.value, expected, bundles)
 

@@ -129,7 +129,9 @@ def watch_command(
 
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
     """
+    from ckptmgr.cli.foreign import check_not_foreign
     from ckptmgr.cli.watch_view import view_for
+    from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.maintenance.watch.watcher import Watcher
 
     session = ctx.ensure_object(Session)
@@ -138,6 +140,7 @@ def watch_command(
         if not path.is_dir():
             hint = "a run makes its directory with the first save; mkdir -p makes it now"
             raise CheckpointNotFound("no such directory", path=path, hint=hint)
+        check_not_foreign(OsFileSystem(), path)
     run = _program(command)
     settings = _settings(paths, level, given_trust, is_once=is_once, state=state_file, **given)
     output = render.make_output(ctx, paths[0])

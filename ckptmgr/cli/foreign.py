@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other tools in commands: those that handle them, and refusals that name the tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmgr.cli import render
+from ckptmgr.cli.options import absolute
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
+from ckptmgr.formats.strict_json import Json
+
+if TYPE_CHECKING:
+    from ckptmgr.io.filesystem import FileSystem
+    from ckptmgr.maintenance.foreign.listing import ForeignListing, Run
+    from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
+    from ckptmgr.maintenance.verdict import Level, Verification
+    from ckptmgr.store.store import Store
+
+OpenStore = Callable[[Path], "Store"]
+_MOST_NAMED = 5
+
+
+def foreign_of(store: Store) -> ForeignListing:
+    """Return the checkpoints of other tools in the directory of a store."""
+    from ckptmgr.maintenance.foreign.listing import list_foreign
+
+    return list_foreign(store.fs, store.directory)
+
+
+def without_foreign(store: Store, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints of a listing but those files that another tool wrote."""
+    if all(not one.is_bare for one in found):
+        return list(found)
+    listing = foreign_of(store)
+    if listing.is_itself:
+        return []
+    return [one for one in found if one.path not in listing.paths]
+
+
+def foreign_json(one: ForeignCheckpoint) -> dict[str, Json]:
+    """Return the JSON fields of a checkpoint of another tool: those of ours, and two more."""
+    return {
+        **render.checkpoint_json(one.checkpoint),
+        "step": one.checkpoint.step if one.has_step else None,
+        "tool": one.checkpoint.format,
+        "named_by": list(one.named_by),
+    }
+
+
+def why_none(fs: FileSystem, directory: Path) -> CkptmgrError | None:
+    """Return the error for a directory without a checkpoint of ours; None if it has none at all.
+
+    It names the tool whose checkpoints are there, or the folders below that hold some.
+    """
+    from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
+
+    listing = list_foreign(fs, directory)
+    if listing.checkpoints:
+        return refusal(listing, directory)
+    runs, is_all = runs_below(fs, directory)
+    return _parent_of_runs(runs, directory, is_all=is_all) if runs else None
+
+
+def check_not_foreign(fs: FileSystem, directory: Path) -> None:
+    """Raise UnsupportedCheckpoint if a directory has checkpoints of other tools alone."""
+    from ckptmgr.maintenance.foreign.listing import list_foreign
+    from ckptmgr.store.manifest.codec import SUFFIX
+
+    listing = list_foreign(fs, directory)
+    if listing.checkpoints and not any(name.endswith(SUFFIX) for name in fs.names(directory)):
+        raise refusal(listing, directory)
+
+
+def refusal(listing: ForeignListing, directory: Path) -> UnsupportedCheckpoint:
+    """Return the error of a command that does not handle checkpoints of other tools."""
+    titles = " and ".join(titles_of(listing))
+    names = [one.checkpoint.name for one in listing.checkpoints]
+    verb = "is a checkpoint" if listing.is_itself else "holds checkpoints"
+    shown = "" if listing.is_itself else f" ({_listed(names)})"
+    return UnsupportedCheckpoint(
+        f"{verb} of {titles}{shown}, which this command does not handle",
+        path=directory,
+        hint=f"ckptmgr ls and verify handle them, and prune those of a whole directory; {titles} loads them",
+    )
+
+
+def titles_of(listing: ForeignListing) -> list[str]:
+    """Return the names of the tools of a listing."""
+    from ckptmgr.maintenance.foreign.layouts import TITLES
+
+    return [TITLES[tool] for tool in listing.tools]
+
+
+def _parent_of_runs(runs: Sequence[Run], directory: Path, *, is_all: bool) -> CheckpointNotFound:
+    names = [_described(run, directory) for run in runs]
+    more = "" if is_all else " at least"
+    return CheckpointNotFound(
+        f"no checkpoint in this directory itself, but{more} {render.counted(len(runs), 'run')} "
+        f"in folders below it: {_listed(names)}",
+        path=directory,
+        hint=f"name one of them, as in ckptmgr ls {runs[0].path}",
+    )
+
+
+def _described(run: Run, directory: Path) -> str:
+    from ckptmgr.maintenance.foreign.layouts import TITLES
+
+    tools = f" of {' and '.join(TITLES[tool] for tool in run.tools)}" if run.tools else ""
+    return f"{run.path.relative_to(directory)} ({render.counted(run.count, 'checkpoint')}{tools})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"{', '.join(names[:_MOST_NAMED])}{more}"
+
+
+def remarks(one: ForeignCheckpoint) -> list[str]:
+    """Return the lines about a checkpoint below the table of `ls`."""
+    checkpoint = one.checkpoint
+    lines = []
+    if checkpoint.state is State.INCOMPLETE:
+        lines.append(f"{checkpoint.name}: {checkpoint.problem}")
+    if not one.has_step:
+        named = f"{' and '.join(one.named_by)}; " if one.named_by != (checkpoint.name,) else ""
+        named = named if one.named_by else ""
+        lines.append(f"{checkpoint.name}: {named}no step in its name, so prune never touches it")
+    return lines
+
+
+def select_foreign(
+    selectors: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None
+) -> tuple[list[tuple[Store, ForeignCheckpoint]], list[str]]:
+    """Return the checkpoints of other tools that paths name, and the selectors that are left.
+
+    A directory that also has checkpoints of ours is left, too.
+    """
+    found: dict[Path, tuple[Store, ForeignCheckpoint]] = {}
+    left: list[str] = []
+    for text in selectors or [str(directory)]:
+        path = absolute(Path(text)) if text else Path()
+        is_folder = path.is_dir()
+        store = open_store(path if is_folder else path.parent)
+        listing = foreign_of(store) if is_folder or path.suffix == ".ckpt" else None
+        if text == "" or listing is None or not listing.checkpoints:
+            left.append(text)
+            continue
+        chosen = [
+            one
+            for one in listing.checkpoints
+            if series in (None, one.checkpoint.series)
+            and (is_folder or one.checkpoint.path == path)
+        ]
+        for one in chosen:
+            found[one.checkpoint.path] = (store, one)
+        has_own = is_folder and bool(without_foreign(store, store.scan()))
+        if not chosen or has_own:
+            left.append(text)
+    return list(found.values()), left
+
+
+def checked_foreign(store: Store, one: ForeignCheckpoint, level: Level) -> Verification:
+    """Check a checkpoint of another tool; with keys, which it cannot prove, it is unproven."""
+    from ckptmgr.maintenance.foreign.check import verify_foreign
+    from ckptmgr.maintenance.verdict import Status
+
+    answer = verify_foreign(store.fs, one, level=level)
+    if needs_proof(store.trust) and answer.status is Status.UNVERIFIED:
+        return replace(
+            answer,
+            status=Status.UNPROVEN,
+            problems=("no key proves what another tool wrote",),
+            hint=ACCEPT_UNENCRYPTED_HINT,
+        )
+    return answer
+
+
+def needs_proof(trust: Trust) -> bool:
+    """Return whether keys were given, which prove nothing that another tool wrote."""
+    return (trust.keys is not None or bool(trust.trusted_keys)) and not trust.allow_unencrypted

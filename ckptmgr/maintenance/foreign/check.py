@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a checkpoint of another tool as far as its layout allows; nothing is unpickled.
+
+| files | quick | full and deep |
+|---|---|---|
+| `*.safetensors` | header, names, places, size of the file | the same |
+| ZIP archives of `torch.save` | directory of the archive | and the CRC32 of every record |
+| `*.json` | that it is JSON | the same |
+| `*.index.json` | that every shard is there | the same |
+| `.metadata` of DCP | that every file it names is there | the same |
+
+No tool keeps a digest of the whole: a checkpoint that passes is `unverified`. `torch.save` writes a
+CRC32 of 0 where `set_crc32_options(False)` says so; such records count as not checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import pickletools
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.safetensors_file import read_safetensors_index
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.passing_errors import is_bad_medium, may_be_whole
+from ckptmgr.maintenance.foreign.layouts import missing_shards
+from ckptmgr.maintenance.foreign.listing import DiskFolder
+from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
+from ckptmgr.maintenance.verdict import Level, Status, Verification
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
+_JSON_NAMES = ("_CHECKPOINT_METADATA", "_METADATA")
+_PIECE_BYTES = 1 << 20
+_MOST_METADATA_BYTES = 64 << 20
+_MOST_JSON_BYTES = 64 << 20
+_NO_DIGEST = "contents, for which the tool keeps no digest: structure only"
+
+
+def verify_foreign(
+    fs: FileSystem, foreign: ForeignCheckpoint, *, level: Level = Level.FULL
+) -> Verification:
+    """Check one checkpoint of another tool; every fault is part of the answer."""
+    check = _Check(fs, foreign.checkpoint.path, level)
+    check.run()
+    problem = foreign.checkpoint.problem
+    status = Status.UNVERIFIED if problem is None else Status.INCOMPLETE
+    if check.obstacle is not None:
+        status = Status.UNREADABLE
+    if check.problems:
+        status = Status.DAMAGED if problem is None else Status.INCOMPLETE
+    return Verification(
+        checkpoint=foreign.checkpoint,
+        level=level,
+        status=status,
+        problems=tuple(dict.fromkeys([*([] if problem is None else [problem]), *check.problems])),
+        checked=tuple(check.checked),
+        unchecked=(*check.unchecked, _NO_DIGEST),
+        obstacle=check.obstacle,
+    )
+
+
+class _Check:
+    def __init__(self, fs: FileSystem, path: Path, level: Level) -> None:
+        self._fs = fs
+        self._path = path
+        self._level = level
+        self.problems: list[str] = []
+        self.checked: dict[str, None] = {}
+        self.unchecked: dict[str, None] = {}
+        self.obstacle: OSError | None = None
+
+    def run(self) -> None:
+        for path in self._files(self._path):
+            name = "" if path == self._path else f"{path.relative_to(self._path)}: "
+            try:
+                with contextlib.closing(self._fs.open(path)) as file:
+                    self._check_file(path, file)
+            except (FormatError, _Damaged) as error:
+                self.problems.append(f"{name}{error}")
+            except OSError as error:
+                if is_bad_medium(error) or not may_be_whole(error):
+                    self.problems.append(f"{name}{error.strerror or error}")
+                else:
+                    self.obstacle = error
+                    self.problems.append(f"{name}{error.strerror or error}")
+
+    def _files(self, path: Path) -> Iterator[Path]:
+        status = self._fs.status(path)
+        if status is not None and status.is_file:
+            yield path
+            return
+        folder = DiskFolder(self._fs, path)
+        shards = missing_shards(folder)
+        self.problems += [f"{name} is missing" for name in shards]
+        if any(name.endswith(".index.json") for name in folder.entries()):
+            self.checked["index of shards"] = None
+        for name, one in sorted(folder.entries().items()):
+            if one.is_directory:
+                yield from self._files(path / name)
+            elif one.is_file:
+                yield path / name
+
+    def _check_file(self, path: Path, file: Source) -> None:
+        if path.name.endswith(".safetensors"):
+            read_safetensors_index(file)
+            self.checked["safetensors headers"] = None
+        elif path.name.endswith(".json") or path.name in _JSON_NAMES:
+            self._check_json(file)
+        elif path.name == ".metadata":
+            self._check_metadata(path, file)
+        elif path.name.endswith(_ARCHIVES):
+            self._check_archive(file)
+        else:
+            kind = f"*{path.suffix}" if path.suffix and path.suffix != path.name else "other"
+            self.unchecked[f"{kind} files"] = None
+
+    def _check_json(self, file: Source) -> None:
+        if file.size > _MOST_JSON_BYTES:
+            self.unchecked["JSON of more than 64 MiB"] = None
+            return
+        try:
+            json.loads(read_bytes(file, 0, file.size))
+        except (ValueError, RecursionError) as error:
+            raise _Damaged(f"no JSON: {error}") from error
+        self.checked["JSON"] = None
+
+    def _check_metadata(self, path: Path, file: Source) -> None:
+        """Compare the files that the pickle of DCP names with those that are there."""
+        if file.size > _MOST_METADATA_BYTES:
+            self.unchecked[".metadata of more than 64 MiB"] = None
+            return
+        data = read_bytes(file, 0, file.size)
+        try:  # the opcodes are listed, and none is carried out
+            texts = {value for _, value, _ in pickletools.genops(data) if isinstance(value, str)}
+        except Exception as error:  # of a damaged pickle: ValueError, struct.error, IndexError ...
+            raise _Damaged(f"no pickle: {error}") from error
+        names = sorted(text for text in texts if text.endswith(".distcp"))
+        lost = [name for name in names if self._fs.status(path.parent / Path(name).name) is None]
+        if lost:
+            raise _Damaged(f"{lost[0]} is missing")
+        self.checked[".metadata against the files"] = None
+
+    def _check_archive(self, file: Source) -> None:
+        if not file.size or read_bytes(file, 0, min(4, file.size)) != _ZIP_MAGIC:
+            if not file.size:
+                raise _Damaged("an empty file")
+            self.unchecked["pickles, which are never opened"] = None
+            return
+        try:
+            with zipfile.ZipFile(io.BufferedReader(_Reader(file))) as archive:
+                self.checked["directories of archives"] = None
+                if self._level is Level.QUICK:
+                    return
+                for record in archive.infolist():
+                    self._check_record(archive, record)
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
+            raise _Damaged(f"no whole ZIP archive: {error}") from error
+
+    def _check_record(self, archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> None:
+        if record.compress_type != zipfile.ZIP_STORED:
+            self.unchecked["compressed records"] = None
+            return
+        if not record.CRC and record.file_size:
+            self.unchecked["records without a CRC32"] = None
+            return
+        with archive.open(record) as content:
+            while content.read(_PIECE_BYTES):  # raises BadZipFile at the end where the CRC differs
+                pass
+        self.checked["CRC32 of every record"] = None
+
+
+class _Damaged(Exception):
+    """Report a file that is not what its name says."""
+
+
+class _Reader(io.RawIOBase):
+    """A source as the file that zipfile reads."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._source.size}
+        self._position = max(0, start[whence] + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._source.size - self._position))
+        if count:
+            self._source.read_into(self._position, memoryview(buffer)[:count])
+            self._position += count
+        return count

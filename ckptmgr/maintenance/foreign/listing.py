@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""List the checkpoints of other tools in a directory, and the runs in the folders below one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.names import DATA_SUFFIXES
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.filesystem import FileStatus, FileSystem
+from ckptmgr.maintenance.foreign.layouts import Recognised, Recognition, recognise
+from ckptmgr.maintenance.foreign.model import ForeignCheckpoint, Pointer
+from ckptmgr.store.listing import modified_time
+from ckptmgr.store.manifest.codec import SUFFIX
+
+_MOST_TEXT_BYTES = 16 << 20  # trainer_state.json grows with each logged step
+_MOST_DEPTH = 4  # lightning_logs/version_0/checkpoints is at depth 3
+_MOST_FOLDERS = 2000
+_HEAD_BYTES = 4
+_NO_POINTERS: Mapping[str, tuple[Pointer, ...]] = MappingProxyType({})
+
+
+class DiskFolder:
+    """A directory on a disk, read once; see `model.Folder`.
+
+    `only` leaves out all directories but those of these names.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        path: Path,
+        *,
+        only: Collection[str] | None = None,
+        is_there: bool = True,
+    ) -> None:
+        self._fs = fs
+        self._path = path
+        self._only = only
+        self._is_there = is_there
+        self._folders: dict[str, DiskFolder] = {}
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self._path.name
+
+    def entries(self) -> Mapping[str, FileStatus]:
+        """Return its entries."""
+        return self._entries
+
+    @cached_property
+    def _entries(self) -> Mapping[str, FileStatus]:
+        if not self._is_there:
+            return {}
+        try:
+            found = self._fs.list(self._path)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        if self._only is None:
+            return found
+        return {
+            name: one for name, one in found.items() if not one.is_directory or name in self._only
+        }
+
+    def folder(self, name: str) -> DiskFolder:
+        """Return the view of a directory in it; an empty one for a link."""
+        if name not in self._folders:
+            status = self._entries.get(name)
+            is_there = status is not None and status.is_directory
+            self._folders[name] = DiskFolder(self._fs, self._path / name, is_there=is_there)
+        return self._folders[name]
+
+    def text(self, name: str) -> str | None:
+        """Return the text of a small file."""
+        data = self._start_of(name, _MOST_TEXT_BYTES + 1)
+        try:
+            return None if data is None or len(data) > _MOST_TEXT_BYTES else data.decode()
+        except ValueError:
+            return None
+
+    def head(self, name: str) -> bytes:
+        """Return the first bytes of a file."""
+        return self._start_of(name, _HEAD_BYTES) or b""
+
+    def link(self, name: str) -> str | None:
+        """Return the name in this directory that a link leads to."""
+        status = self._entries.get(name)
+        if status is None or status.is_file or status.is_directory:
+            return None
+        target = Path(os.path.realpath(self._path / name))
+        return target.name if target.parent == Path(os.path.realpath(self._path)) else None
+
+    def _start_of(self, name: str, most: int) -> bytes | None:
+        status = self._entries.get(name)
+        if status is None or not status.is_file:
+            return None
+        try:
+            with contextlib.closing(self._fs.open(self._path / name)) as file:
+                return read_bytes(file, 0, min(most, file.size))
+        except (OSError, FormatError):
+            return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForeignListing:
+    """The checkpoints of other tools in a directory.
+
+    Attributes:
+        checkpoints: Tool by tool, each oldest first.
+        pointers: By tool, what points at them.
+        is_itself: Whether the directory is itself one checkpoint, the only one of the listing.
+    """
+
+    checkpoints: tuple[ForeignCheckpoint, ...] = ()
+    pointers: Mapping[str, tuple[Pointer, ...]] = field(default_factory=lambda: _NO_POINTERS)
+    is_itself: bool = False
+
+    @property
+    def tools(self) -> tuple[str, ...]:
+        """The tools, in the order of the listing."""
+        return tuple(dict.fromkeys(one.checkpoint.format for one in self.checkpoints))
+
+    @property
+    def paths(self) -> frozenset[Path]:
+        """The paths of the checkpoints."""
+        return frozenset(one.checkpoint.path for one in self.checkpoints)
+
+
+def list_foreign(fs: FileSystem, directory: Path) -> ForeignListing:
+    """Return the checkpoints of other tools in a directory, or the one that it is itself.
+
+    Raises:
+        OSError: From the disk.
+    """
+    listing = _listing(fs, directory, recognise(DiskFolder(fs, directory)))
+    if listing.checkpoints:
+        return listing
+    with contextlib.suppress(OSError):  # the directory above may not be readable
+        above = DiskFolder(fs, directory.parent, only=(directory.name,))
+        around = _listing(fs, directory.parent, recognise(above))
+        itself = tuple(one for one in around.checkpoints if one.checkpoint.path == directory)
+        if itself:
+            return ForeignListing(checkpoints=itself, pointers=around.pointers, is_itself=True)
+    return listing
+
+
+def _listing(
+    fs: FileSystem, directory: Path, recognitions: Sequence[Recognition]
+) -> ForeignListing:
+    found: list[ForeignCheckpoint] = []
+    for one in recognitions:
+        named = [(pointer.target, pointer.source) for pointer in one.pointers]
+        its = [
+            _measured(fs, directory, item, tuple(source for to, source in named if to == item.name))
+            for item in one.found
+        ]
+        found += sorted(
+            its, key=lambda one: (not one.has_step, one.checkpoint.step, one.checkpoint.name)
+        )
+    pointers = {one.layout.tool: one.pointers for one in recognitions}
+    return ForeignListing(checkpoints=tuple(found), pointers=pointers)
+
+
+def _measured(
+    fs: FileSystem, directory: Path, one: Recognised, named_by: tuple[str, ...]
+) -> ForeignCheckpoint:
+    path = directory / one.name
+    size_bytes, modified_at = _measure(fs, path)
+    checkpoint = Checkpoint(
+        path=path,
+        series=one.layout.tool,
+        format=one.layout.tool,
+        step=one.step or 0,
+        saved_at=modified_time(modified_at),
+        size_bytes=size_bytes,
+        state=State.COMPLETE if one.problem is None else State.INCOMPLETE,
+        problem=one.problem,
+        metrics=one.metrics,
+    )
+    return ForeignCheckpoint(
+        checkpoint=checkpoint, has_step=one.step is not None, named_by=named_by
+    )
+
+
+def _measure(fs: FileSystem, path: Path) -> tuple[int, float]:
+    """Return the bytes of the files in a checkpoint, and when the newest of them was changed."""
+    status = fs.status(path)
+    if status is None or not status.is_directory:
+        return (0, 0.0) if status is None else (status.size_bytes, status.modified_at)
+    total, newest, folders = 0, 0.0, [path]
+    while folders:
+        folder = folders.pop()
+        with contextlib.suppress(FileNotFoundError):
+            for name, one in fs.list(folder).items():
+                if one.is_directory:
+                    folders.append(folder / name)
+                elif one.is_file:
+                    total, newest = total + one.size_bytes, max(newest, one.modified_at)
+    return total, newest or status.modified_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A directory with checkpoints, below the one that was asked about.
+
+    Attributes:
+        path: The directory.
+        count: Its checkpoints, complete or not.
+        tools: The other tools that wrote them; none for those of ckptmgr or MindSpore.
+    """
+
+    path: Path
+    count: int
+    tools: tuple[str, ...] = ()
+
+
+def runs_below(fs: FileSystem, directory: Path) -> tuple[list[Run], bool]:
+    """Return the runs in the folders of a directory, and whether all folders were looked at.
+
+    A run is not searched for further runs; hidden folders and links are left out.
+    """
+    runs: list[Run] = []
+    waiting = [(directory, 0)]
+    looked = 0
+    while waiting and looked < _MOST_FOLDERS:
+        path, depth = waiting.pop(0)
+        looked += 1
+        try:
+            folder = DiskFolder(fs, path)
+            entries = folder.entries()
+            run = None if depth == 0 else _run(path, folder)
+        except OSError:
+            continue  # a folder that may not be read
+        if run is not None:
+            runs.append(run)
+        elif depth < _MOST_DEPTH:
+            below = [n for n, one in entries.items() if one.is_directory and not n.startswith(".")]
+            waiting += [(path / name, depth + 1) for name in sorted(below)]
+    return sorted(runs, key=lambda run: run.path), not waiting
+
+
+def _run(path: Path, folder: DiskFolder) -> Run | None:
+    own = {
+        name.removesuffix(SUFFIX)
+        for name in folder.entries()
+        if name.endswith((SUFFIX, *DATA_SUFFIXES)) and not name.startswith(".")
+    }
+    theirs = recognise(folder)
+    own -= {one.name for recognition in theirs for one in recognition.found}
+    count = len(own) + sum(len(one.found) for one in theirs)
+    tools = tuple(one.layout.tool for one in theirs)
+    return Run(path=path, count=count, tools=tools) if count else None

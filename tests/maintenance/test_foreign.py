@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognising the checkpoints of other tools: which are whole, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
+from tests.support.foreign import any_run, deepspeed_run, golden_run, megatron_run, write_archive
+
+
+def problems(directory: Path) -> dict[str, str | None]:
+    found = list_foreign(OsFileSystem(), directory).checkpoints
+    return {one.checkpoint.name: one.checkpoint.problem for one in found}
+
+
+def tools(directory: Path) -> set[str]:
+    return set(list_foreign(OsFileSystem(), directory).tools)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+Damage = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "damage", "problem"),
+    [
+        (
+            "transformers",
+            "checkpoint-4",
+            lambda d: write(d / "trainer_state.json", "{"),
+            "not whole",
+        ),
+        (
+            "transformers",
+            "checkpoint-4",
+            lambda d: write(d / "trainer_state.json", '{"global_step": 5}'),
+            "of another step",
+        ),
+        (
+            "transformers",
+            "checkpoint-4",
+            lambda d: (d / "model.safetensors").unlink(),
+            "no weights",
+        ),
+        (
+            "transformers",
+            "checkpoint-4",
+            lambda d: write(d / "model.safetensors.index.json", "[]"),
+            "the weight_map of model.safetensors.index.json is missing",
+        ),
+        ("transformers", "tmp-checkpoint-8", Path.mkdir, "did not end"),
+        ("torchtitan", "step-2", lambda d: (d / ".metadata").unlink(), "no .metadata"),
+        ("orbax", "2", lambda d: write(d / "_CHECKPOINT_METADATA", "{"), "not whole"),
+        (
+            "orbax",
+            "2",
+            lambda d: write(d / "_CHECKPOINT_METADATA", '{"commit_timestamp_nsecs": null}'),
+            "no time of commit",
+        ),
+        ("orbax", "3.orbax-checkpoint-tmp-7", Path.mkdir, "did not end"),
+        (
+            "deepspeed",
+            "global_step20",
+            lambda d: (d / "mp_rank_00_model_states.pt").unlink(),
+            "no model_states.pt",
+        ),
+        (
+            "deepspeed",
+            "global_step20",
+            lambda d: (d / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").unlink(),
+            "rank 0 of mp_rank_00 is missing",
+        ),
+        (
+            "megatron",
+            "iter_0000200",
+            lambda d: (d / "mp_rank_01/model_optim_rng.pt").unlink(),
+            "mp_rank_01 is empty",
+        ),
+        ("megatron", "iter_0000400", Path.mkdir, "no ranks"),
+        ("lightning", "epoch=3-step=8.ckpt", Path.touch, "an empty file"),
+        (
+            "lightning",
+            "epoch=3-step=8.ckpt",
+            lambda d: write(d / "__0_0.distcp", "x"),
+            "no .metadata",
+        ),
+    ],
+)
+def test_checkpoint_that_is_not_whole_is_incomplete(
+    tool: str, name: str, damage: Damage, problem: str, tmp_path: Path
+) -> None:
+    directory = any_run(tool, tmp_path / "run")
+    damage(directory / name)
+    found = problems(directory)
+    assert problem in str(found.pop(name))
+    assert set(found.values()) == {None}
+
+
+def test_checkpoint_newer_than_the_tracker_is_incomplete(tmp_path: Path) -> None:
+    assert "newer than" in str(problems(megatron_run(tmp_path, latest="200"))["iter_0000300"])
+
+
+def test_release_of_megatron_is_what_its_tracker_names(tmp_path: Path) -> None:
+    write_archive(tmp_path / "release/mp_rank_00/model_optim_rng.pt")
+    write(tmp_path / "latest_checkpointed_iteration.txt", "release")
+    (one,) = list_foreign(OsFileSystem(), tmp_path).checkpoints
+    assert (one.has_step, one.named_by) == (False, ("latest_checkpointed_iteration.txt",))
+
+
+def test_distributed_checkpoint_of_megatron_is_whole(tmp_path: Path) -> None:
+    golden_run("torchtitan", tmp_path / "dcp")
+    (tmp_path / "dcp/step-1").rename(tmp_path / "iter_0000005")
+    write_archive(tmp_path / "iter_0000005/common.pt")
+    assert problems(tmp_path) == {"iter_0000005": None}
+    assert tools(tmp_path) == {"megatron"}
+
+
+def test_weights_of_the_hub_make_a_whole_checkpoint_of_torchtitan(tmp_path: Path) -> None:
+    run = golden_run("transformers", tmp_path / "hf")
+    folder = tmp_path / "run/step-5"
+    folder.mkdir(parents=True)
+    (run / "checkpoint-2/model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"w": "model-1.safetensors"}}
+    write(folder / "model.safetensors.index.json", json.dumps(index))
+    assert problems(tmp_path / "run") == {"step-5": None}
+
+
+def test_older_layout_of_orbax_without_a_note_of_the_commit_is_whole(tmp_path: Path) -> None:
+    run = golden_run("orbax", tmp_path / "run")
+    for name in ("_CHECKPOINT_METADATA", "commit_success.txt"):
+        (run / "1" / name).unlink()
+    assert problems(run)["1"] is None
+
+
+def test_numbers_of_other_programs_are_not_taken_for_orbax(tmp_path: Path) -> None:
+    run = golden_run("orbax", tmp_path / "run")
+    write(run / "7/notes.txt", "x")
+    assert set(problems(run)) == {"1", "2"}
+    write(tmp_path / "else/2024/notes.txt", "x")
+    assert not problems(tmp_path / "else")
+
+
+def test_links_are_not_checkpoints(tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    (run / "step-3").symlink_to(run / "step-2")
+    assert set(problems(run)) == {"step-1", "step-2"}
+
+
+def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
+    run = golden_run("transformers", tmp_path / "run")
+    state = {
+        "global_step": 4,
+        "log_history": [{"step": 4, "eval_loss": "low", "eval_ok": True, "eval_f1": 0.5}, 7],
+    }
+    write(run / "checkpoint-4/trainer_state.json", json.dumps(state))
+    by_name = {
+        one.checkpoint.name: one.checkpoint.metrics
+        for one in list_foreign(OsFileSystem(), run).checkpoints
+    }
+    assert by_name["checkpoint-4"] == {"eval_f1": 0.5}
+
+
+def test_best_one_stays_protected_where_the_newest_is_not_whole(tmp_path: Path) -> None:
+    run = golden_run("transformers", tmp_path / "run")
+    (run / "checkpoint-6/model.safetensors").unlink()
+    state = {"global_step": 4, "best_model_checkpoint": "elsewhere/checkpoint-2"}
+    write(run / "checkpoint-4/trainer_state.json", json.dumps(state))
+    found = list_foreign(OsFileSystem(), run).checkpoints
+    assert [one.checkpoint.step for one in found if one.named_by] == [2, 4]
+
+
+def test_text_that_is_too_large_or_none_is_no_note(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    (run / "latest").write_bytes(b"\xff\xfe")
+    (pointer,) = list_foreign(OsFileSystem(), run).pointers["deepspeed"]
+    assert pointer.target is None
+
+
+def test_runs_below_are_found_where_tools_put_them(tmp_path: Path) -> None:
+    golden_run("lightning", tmp_path / "lightning_logs/version_0/checkpoints")
+    write(tmp_path / ".cache/net-1_1.ckpt", "x")
+    write(tmp_path / "own/net-1_1.ckpt", "x")
+    write(tmp_path / "own/net-1_1.ckpt.manifest.json", "x")
+    runs, is_all = runs_below(OsFileSystem(), tmp_path)
+    found = [(run.path.name, run.count, run.tools) for run in runs]
+    assert found == [("checkpoints", 3, ("lightning",)), ("own", 1, ())]
+    assert is_all
