@@ -44,6 +44,7 @@ _COMMANDS = {
     "reencrypt": ("rekey", "Encrypt checkpoints again, under new data keys."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
+    "simulate": ("simulate", "Show what a retention policy would have kept."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
     "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 
 import click
 
 from ckptmgr.cli.exits import UsageProblem
+
+_MINUTES = re.compile("(?<=[0-9])min")
 
 
 def parse_time(text: str) -> timedelta:
@@ -18,9 +21,9 @@ def parse_time(text: str) -> timedelta:
     """
     from ckptmgr.policy.text import parse_duration
 
-    value = parse_duration(text)
+    value = parse_duration(_MINUTES.sub("m", text))
     if value is None:
-        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
+        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30min, 12h, 2d or 1w")
     return value
 
 

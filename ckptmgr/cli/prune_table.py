@@ -26,12 +26,16 @@ _ASCII_MARKS = {"keep": "#", "drop": ".", "corrupt": "x"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """Prints plans and results. `verbose` lists the files to be removed."""
+    """Prints plans and results.
+
+    `verbose` lists the files to be removed; without `shows_dropped` no row has one that goes.
+    """
 
     output: Output
     directory: Path
     series: str | None
     verbose: bool
+    shows_dropped: bool = True
 
     def plan(self, proposal: Proposal) -> None:
         """Show what would be done; nothing with JSON, which is printed once, at the end."""
@@ -58,7 +62,7 @@ class PlanView:
     def result(self, proposal: Proposal, outcome: PruneResult | None) -> None:
         """Show the result of a prune; None if nothing was done."""
         if self.output.is_json:
-            self.output.result(_items(proposal), self._summary(proposal, outcome))
+            self.output.result(plan_items(proposal), self._summary(proposal, outcome))
         elif outcome is not None and self.output.is_quiet:
             self.output.paths([c.path for c in outcome.removed])
         elif outcome is not None:
@@ -121,6 +125,8 @@ class PlanView:
         runs = run_by_name(one.counted.lines)
         rows = []
         for verdict in plan.verdicts:
+            if not (verdict.is_kept or self.shows_dropped):
+                continue
             word, *cells = _row(proposal, verdict, metrics)
             checkpoint = verdict.checkpoint
             series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
@@ -151,7 +157,8 @@ class PlanView:
         }
 
 
-def _items(proposal: Proposal) -> list[dict[str, Json]]:
+def plan_items(proposal: Proposal) -> list[dict[str, Json]]:
+    """Return the JSON items of a plan: checkpoints, with the reasons why they stay or go."""
     return [
         {
             **render.checkpoint_json(verdict.checkpoint),

@@ -35,6 +35,7 @@ REQUIRED = {
     "convert": ("--compression", "zstd"),
     "export": ("--hf", "-o", "out"),
     "diff": (".",),
+    "simulate": ("last(",),
     "reencrypt": ("--to", "env:NOBODY"),
     "sign": ("--private-key", "env:NOBODY"),
     "watch": ("--once",),
