@@ -22,6 +22,7 @@ Without it: `python -m ckptmgr.testing examples/torch_loop.py:main --steps-per-e
 
 from __future__ import annotations
 
-from ckptmgr.testing.kit import Cut, Kit, NotConforming
+from ckptmgr.testing.fork_server import ForkServer, NotConforming
+from ckptmgr.testing.kit import Cut, Kit
 
-__all__ = ["Cut", "Kit", "NotConforming"]
+__all__ = ["Cut", "ForkServer", "Kit", "NotConforming"]

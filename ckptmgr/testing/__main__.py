@@ -9,7 +9,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from ckptmgr.testing.kit import Kit, NotConforming
+from ckptmgr.testing.fork_server import NotConforming
+from ckptmgr.testing.kit import Kit
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,24 +5,31 @@ The cut comes with the first save of its step, or of a later one, that is durabl
 to the own process, `terminate` SIGTERM, `interrupt` SIGINT. `nan` lets the run be, and gives NaN for
 all metrics of that step.
 
-As a server, the process imports the program once, and forks for each run: an import of torch takes
-longer than a run.
+As a server, the process imports each program once, and forks for each run: an import of torch takes
+longer than a run. What the first run of a program imported later, the server imports then. A run
+that succeeded ends without tearing down its modules, which takes longer, too.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import json
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
+NOT_IMPORTED = "cannot be imported"
 How = Literal["kill", "terminate", "interrupt", "nan"]
 _SIGNALS: Mapping[str, signal.Signals] = {
     "kill": signal.SIGKILL,
@@ -48,6 +55,10 @@ class Run:
     result: str
     how: How | None = None
     step: int = 0
+
+    def order(self, program: str) -> str:
+        """Return it as one line for a server."""
+        return json.dumps([program, self.to_json()])
 
     def to_json(self) -> str:
         """Return it as one line."""
@@ -120,26 +131,69 @@ def _give_nan(step: int) -> None:
     CheckpointManager.step_end = step_end  # type: ignore[method-assign, assignment]
 
 
-def serve(program: Program, orders: TextIO, answers: TextIO) -> None:
-    """Fork for each run that is ordered, and answer with its exit code."""
+def serve(orders: TextIO, answers: TextIO) -> None:
+    """Fork for each run that is ordered, and answer with its exit code, or `NOT_IMPORTED`."""
+    programs: dict[str, Program] = {}
     for line in orders:
-        child = os.fork()
-        if child == 0:
-            carry_out(program, Run.from_json(line))
-            return  # and end as any program does
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        answers.write(f"{code}\n")
-        answers.flush()
+        spelling, run = json.loads(line)
+        is_first = spelling not in programs
+        try:
+            program = programs.get(spelling) or find_program(spelling)
+        except (Exception, SystemExit):
+            traceback.print_exc()
+            print(NOT_IMPORTED, file=answers, flush=True)
+            continue
+        programs[spelling] = program
+        gc.collect()
+        gc.freeze()  # a collection in a child would copy all pages
+        with tempfile.TemporaryFile("w+") as imported:
+            child = os.fork()
+            if child == 0:  # pragma: no cover - it ends before anything measures it
+                known = set(sys.modules)
+                carry_out(program, Run.from_json(run))
+                json.dump([name for name in sys.modules if name not in known], imported)
+                _succeeded.append(run)
+                return  # and end as any program does
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            print(code, file=answers, flush=True)
+            if is_first and code == 0:
+                imported.seek(0)
+                _import_all(json.load(imported))
 
 
-def main(spelling: str, order: str | None = None) -> None:
-    """Carry out one run, or serve the runs on standard input; answers go to standard output."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # the output of the program
-    program = find_program(spelling)
-    if order is None and "torch" in sys.modules:  # pragma: no cover - make kit
-        import_module("torch._dynamo")  # the first step of an optimizer would, in each run
-    if order is not None:
-        carry_out(program, Run.from_json(order))
-    else:
-        serve(program, sys.stdin, answers)
+def _import_all(names: Sequence[str]) -> None:
+    for name in names:
+        with contextlib.suppress(Exception):  # one that only the run could import
+            import_module(name)
+
+
+_succeeded: list[str] = []
+"""Whether this process is a run that succeeded."""
+
+
+def _end_at_once() -> None:
+    """End a run that succeeded after its threads and exit functions, with its modules as they are."""
+    if _succeeded:  # pragma: no cover
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def serve_standard_input() -> None:
+    """Serve the orders on standard input; answers go to standard output."""
+    atexit.register(_end_at_once)  # first, so that it is called last
+    answers = _own_output()
+    serve(sys.stdin, answers)
+
+
+def main(spelling: str, order: str) -> None:
+    """Carry out one run."""
+    _own_output()
+    carry_out(find_program(spelling), Run.from_json(order))
+
+
+def _own_output() -> TextIO:
+    """Return standard output, in whose place the program gets standard error."""
+    own = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return own

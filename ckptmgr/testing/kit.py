@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -18,13 +17,10 @@ from ckptmgr.state import tree
 from ckptmgr.store.manifest.codec import SUFFIX
 from ckptmgr.store.store import Store
 from ckptmgr.testing.child import How, Run
+from ckptmgr.testing.fork_server import ForkServer, NotConforming
 
 _SHOWN = 10
 _RUN = "import sys; from ckptmgr.testing.child import main; main(*sys.argv[1:])"
-
-
-class NotConforming(AssertionError):
-    """Report a program that does not go on as if it had not been cut; says how to see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +43,10 @@ class Kit:
         steps_per_epoch: Batches of one epoch, at least 3. The program saves after every step.
         keep: Number of checkpoints that its retention policy leaves, besides the one that the run
             resumed from; None to not count them.
-        fork: Whether runs are forked from one process that has imported the program. It saves the
-            time of imports; frameworks that start threads when they are imported cannot have it.
+        fork: Whether runs are forked from one process that has imported the program; or a
+            `ForkServer` that forks the runs of several kits, with its own interpreter and
+            variables. It saves the time of imports; frameworks that start threads when they are
+            imported cannot have it.
         stops_at_once: Whether SIGTERM during the save of a step ends the run after that step, and not
             after the next one.
         python: The interpreter.
@@ -56,7 +54,8 @@ class Kit:
         timeout_s: How long a run may take.
 
     Raises:
-        ValueError: An epoch of fewer steps has no inside.
+        ValueError: An epoch of fewer steps has no inside; or the server has an interpreter and
+            variables already.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Kit:
         *,
         steps_per_epoch: int,
         keep: int | None = None,
-        fork: bool = False,
+        fork: bool | ForkServer = False,
         stops_at_once: bool = False,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
@@ -91,9 +90,14 @@ class Kit:
         self._timeout_s = timeout_s
         self._command = [python, "-c", _RUN, program]
         self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})}
-        self._is_forking = fork
         self._stops_at_once = stops_at_once
-        self._server: subprocess.Popen[str] | None = None
+        self._own_server: ForkServer | None = None
+        if fork is True:
+            fork = ForkServer(python=python, environment=environment, timeout_s=timeout_s)
+            self._own_server = fork
+        elif fork and (python != sys.executable or environment is not None):
+            raise ValueError("python and environment are given to the ForkServer, not to the Kit")
+        self._server = fork or None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Self:
@@ -104,9 +108,8 @@ class Kit:
 
     def close(self) -> None:
         """End the process that forks, and remove the state of the uncut run."""
-        if self._server is not None:
-            self._server.communicate(timeout=self._timeout_s)
-            self._server = None
+        if self._own_server is not None:
+            self._own_server.close()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -197,40 +200,16 @@ class Kit:
 
     def _run(self, run: Run) -> int:
         Path(run.result).parent.mkdir(parents=True, exist_ok=True)
-        if not self._is_forking:
-            done = subprocess.run(  # noqa: S603 - the program that the user names
-                [*self._command, run.to_json()],
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                timeout=self._timeout_s,
-                check=False,
-            )
-            return done.returncode
-        if self._server is None:
-            self._server = subprocess.Popen(  # noqa: S603
-                self._command,
-                env=self._environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        server = self._server
-        assert server.stdin is not None  # noqa: S101
-        assert server.stdout is not None  # noqa: S101
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer shows
-            server.stdin.write(run.to_json() + "\n")
-            server.stdin.flush()
-        answer = server.stdout.readline()
-        if not answer:
-            self._server = None
-            with contextlib.suppress(BrokenPipeError):
-                server.stdin.close()
-            server.stdout.close()
-            code = server.wait()
-            raise NotConforming(
-                f"{self.program} cannot be imported (exit code {code}); its output is above"
-            )
-        return int(answer)
+        if self._server is not None:
+            return self._server.run(self.program, run)
+        done = subprocess.run(  # noqa: S603 - the program that the user names
+            [*self._command, run.to_json()],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            timeout=self._timeout_s,
+            check=False,
+        )
+        return done.returncode
 
 
 def differences(expected: object, found: object) -> list[str]:

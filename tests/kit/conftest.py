@@ -8,15 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.testing import Kit
+from ckptmgr.testing import ForkServer, Kit
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="session")
+def server() -> Iterator[ForkServer]:
+    """The process that imports the framework once, for all programs."""
+    with ForkServer() as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
-def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+def kit(request: pytest.FixtureRequest, server: ForkServer) -> Iterator[Kit]:
     """The kit for the program that `every_cut` names."""
     program, options = request.param
+    if options.get("fork"):
+        options = {**options, "fork": server}
     with Kit(f"{ROOT}/{program}", **options) as made:
         yield made
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.testing import Cut, Kit, NotConforming
+from ckptmgr.testing import Cut, ForkServer, Kit, NotConforming
 from ckptmgr.testing.__main__ import main
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
@@ -50,10 +50,16 @@ class Kits:
         self.made: list[Kit] = []
 
     def __call__(
-        self, text: str, *, fork: bool = True, keep: int | None = None, stops_at_once: bool = False
+        self,
+        text: str,
+        *,
+        fork: bool | ForkServer = True,
+        keep: int | None = None,
+        stops_at_once: bool = False,
+        name: str = "program.py",
     ) -> Kit:
-        (self.directory / "program.py").write_text(text)
-        program = f"{self.directory}/program.py:main"
+        (self.directory / name).write_text(text)
+        program = f"{self.directory}/{name}:main"
         made = Kit(program, steps_per_epoch=4, fork=fork, keep=keep, stops_at_once=stops_at_once)
         self.made.append(made)
         return self.made[-1]
@@ -73,9 +79,52 @@ def cut(kit: Kit, name: str) -> Cut:
     return found
 
 
-def test_program_passes_in_new_processes(kits: Kits, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["killed inside", "preempted inside", "NaN"])
+def test_program_passes_in_new_processes(name: str, kits: Kits, tmp_path: Path) -> None:
     kit = kits(PROGRAM, fork=False)
-    kit.check(cut(kit, "killed inside"), tmp_path / "run")
+    kit.check(cut(kit, name), tmp_path / "run")
+
+
+def test_kits_share_a_server_which_imports_what_a_first_run_imported(
+    kits: Kits, tmp_path: Path
+) -> None:
+    lazy = changed((SEED, f"import colorsys, sys; {SEED}"))
+    with ForkServer() as server:
+        for number, text in enumerate([changed(("import random", "import no_such_module")), lazy]):
+            kit = kits(text, fork=server)
+            if number == 0:
+                with pytest.raises(NotConforming, match="cannot be imported"):
+                    kit.check(cut(kit, "killed inside"), tmp_path / "refused")
+            else:
+                kit.check(cut(kit, "killed inside"), tmp_path / "run")
+        later = changed((SEED, f"import sys; assert 'colorsys' in sys.modules; {SEED}"))
+        kit = kits(later, fork=server, name="later.py")
+        kit.check(cut(kit, "killed inside"), tmp_path / "later")
+
+
+def test_program_that_ends_the_server_is_found(kits: Kits, tmp_path: Path) -> None:
+    kit = kits(changed(("import random", "import random, os; os._exit(7)")))
+    with pytest.raises(NotConforming, match=r"ended the process .* \(exit code 7\)"):
+        kit.check(cut(kit, "killed inside"), tmp_path / "run")
+
+
+def test_run_that_succeeds_waits_for_its_threads_and_exit_functions(
+    kits: Kits, tmp_path: Path
+) -> None:
+    text = changed(
+        ("import random", "import atexit, pathlib, random, threading"),
+        (SEED, f"{SEED}; touch = lambda name: pathlib.Path({str(tmp_path)!r}, name).touch()"),
+        ("    step = ", "    atexit.register(touch, 'at exit')\n        step = "),
+        ("return state", "threading.Timer(0.05, touch, ['thread']).start()\n    return state"),
+    )
+    kit = kits(text)
+    kit.check(cut(kit, "NaN"), tmp_path / "run")
+    assert {"at exit", "thread"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_interpreter_of_a_kit_with_a_shared_server_is_refused() -> None:
+    with ForkServer() as server, pytest.raises(ValueError, match="given to the ForkServer"):
+        Kit("a.py:main", steps_per_epoch=3, fork=server, environment={"A": "1"})
 
 
 def test_program_that_ends_with_the_step_of_the_signal_passes_where_that_is_said(
@@ -166,9 +215,9 @@ def test_page_of_the_kit_shows_its_command_and_its_cuts() -> None:
     assert shown == cuts[: len(shown)] != []
     rows = re.findall(r"^\| (killed|preempted|interrupted|NaN) ", text, re.MULTILINE)
     assert {name.split()[0] for name in cuts} == set(rows)
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, object] = {}
-    exec(example, names)  # noqa: S102 - our own page
+    for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(example, names)  # noqa: S102 - our own page
     assert "test_torch_loop" in names
 
 
