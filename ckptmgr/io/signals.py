@@ -39,6 +39,7 @@ class _Deferral:
         self.depth = 0
         self.is_delivering = True
         self._handlers: dict[int, _Handler] = {}
+        self._replaced: list[signal.Signals] = []
         self._waiting: list[int] = []
 
     def begin(self) -> None:
@@ -49,6 +50,7 @@ class _Deferral:
                 handler = signal.getsignal(number)
                 if callable(handler) and handler != self.handle:
                     self._handlers[number] = handler
+                    self._replaced.append(number)  # first: a signal may interrupt the next call
                     signal.signal(number, self.handle)
         except ValueError:
             pass  # only the main interpreter has handlers
@@ -59,9 +61,11 @@ class _Deferral:
     def end(self) -> None:
         """Restore the handlers, then deliver the signals that wait."""
         try:
-            for number in _NUMBERS:
+            while self._replaced:  # a handler that raises leaves the rest to the next block
+                number = self._replaced[0]
                 if signal.getsignal(number) == self.handle:
                     signal.signal(number, self._handlers[number])
+                self._replaced.pop(0)
         finally:  # `handle` calls a handler that could not be restored
             self.is_delivering = True
             self.deliver()

@@ -33,7 +33,7 @@ from ckptmgr.store.manifest.reader import ManifestReader
 if TYPE_CHECKING:  # a run that keeps few checkpoints needs none of it
     from ckptmgr.io.directory_watch import DirectoryWatch
 
-LEAST_SAVED = 16
+LEAST_SAVED = 4
 """Checkpoints from which on a catalogue costs less than two listings for each save."""
 _MOST_CHANGES = 10_000
 

@@ -78,6 +78,19 @@ def test_save_lists_the_directory_once_before_and_once_after(tmp_path: Path, kee
     assert disk.listed == 2
 
 
+def test_run_that_keeps_five_checkpoints_reads_only_manifests_that_a_save_concerns(
+    tmp_path: Path,
+) -> None:
+    disk = CountingDisk()
+    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(5)"), fs=disk) as manager:
+        for step in range(8):
+            manager.save(step, {"n": step})
+        disk.opened = 0
+        manager.save(8, {"n": 8})
+    # The new one is listed; under the leases it and the one that goes are looked at again.
+    assert disk.opened == 3
+
+
 def test_manifests_that_changed_just_now_are_read_again(runs: Path) -> None:
     disk = CountingDisk()
     newest_s = max(path.stat().st_ctime for path in runs.iterdir())

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """CPU time of a save in a directory of many checkpoints: `python -m tools.bench.kept [COUNT ...]`.
 
-For each count and policy a run resumes in a directory of so many small checkpoints, and saves. The
-first saves, which make the catalogue, are not counted. Shown are CPU and wall time of one save.
+For each count and policy a run resumes in a directory of so many small checkpoints. The runs save in
+turns, so that other work on the machine meets them all; the first saves, which make the catalogue,
+are not counted. Shown are the medians of CPU and wall time of one save.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import logging
 import statistics
 import tempfile
@@ -67,23 +70,51 @@ def fill(directory: Path, count: int) -> None:
         (directory / manifest_name(name)).write_bytes(encode(manifest))
 
 
-def save_times(directory: Path, count: int, policy: str) -> list[SaveTime]:
-    """Return the mean time of a save in each round."""
-    config = CheckpointConfig(
-        save_checkpoint_steps=1, format=_FORMAT, keep=policy.format(count=count)
-    )
-    times = []
-    with CheckpointManager(directory, config) as manager:
-        step = manager.resume({"weight": np.empty(256, np.float32)}).next_step
+class Run:
+    """A run that saves in a directory of `count` checkpoints under a policy."""
+
+    def __init__(self, directory: Path, count: int, policy: str) -> None:
+        config = CheckpointConfig(
+            save_checkpoint_steps=1, format=_FORMAT, keep=policy.format(count=count)
+        )
+        self.policy, self.count = policy.format(count=count), count
+        self.times: list[SaveTime] = []
+        self._manager = CheckpointManager(directory, config)
+        self._step = self._manager.resume({"weight": np.empty(256, np.float32)}).next_step
+
+    def save(self) -> SaveTime:
+        """Save a few times; return the mean time of a save."""
+        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        for _ in range(_SAVES):
+            self._manager.step_end(self._step, _STATE)
+            self._step += 1
+        spent = time.process_time() - cpu_s, time.perf_counter() - wall_s
+        return SaveTime(spent[0] / _SAVES, spent[1] / _SAVES)
+
+    def close(self) -> None:
+        """End the run."""
+        self._manager.close()
+
+
+def measure(base: Path, counts: Sequence[int]) -> list[Run]:
+    """Return the runs, one for each policy and count, with their times: one round after another.
+
+    In each round every run saves in turn, so that other work on the machine meets them all.
+    """
+    with contextlib.ExitStack() as opened:
+        runs = []
+        for number, (policy, count) in enumerate(itertools.product(POLICIES, counts)):
+            directory = base / str(number)
+            directory.mkdir()
+            fill(directory, count)
+            runs.append(Run(directory, count, policy))
+            opened.callback(runs[-1].close)
         for turn in range(_ROUNDS + 1):
-            cpu_s, wall_s = time.process_time(), time.perf_counter()
-            for step in range(step, step + _SAVES):  # noqa: B020  goes on where it stopped
-                manager.step_end(step, _STATE)
-            step += 1
-            if turn:
-                spent = time.process_time() - cpu_s, time.perf_counter() - wall_s
-                times.append(SaveTime(spent[0] / _SAVES, spent[1] / _SAVES))
-    return times
+            for run in runs:
+                spent = run.save()
+                if turn:  # the first saves make the catalogue
+                    run.times.append(spent)
+    return runs
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,15 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="tools.bench.kept", description="time of a save")
     parser.add_argument("counts", type=int, nargs="*", default=COUNTS)
     given = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as base:
+        runs = measure(Path(base), given.counts)
     print(f"{'policy':<30} {'kept':>7} {'CPU ms':>8} {'wall ms':>8}")
-    for policy in POLICIES:
-        for count in given.counts:
-            with tempfile.TemporaryDirectory() as base:
-                fill(Path(base), count)
-                times = save_times(Path(base), count, policy)
-            cpu_ms = 1e3 * statistics.median(one.cpu_s for one in times)
-            wall_ms = 1e3 * statistics.median(one.wall_s for one in times)
-            print(f"{policy:<30} {count:>7} {cpu_ms:>8.2f} {wall_ms:>8.2f}", flush=True)
+    for run in runs:
+        cpu_ms = 1e3 * statistics.median(one.cpu_s for one in run.times)
+        wall_ms = 1e3 * statistics.median(one.wall_s for one in run.times)
+        print(f"{run.policy:<30} {run.count:>7} {cpu_ms:>8.2f} {wall_ms:>8.2f}")
 
 
 if __name__ == "__main__":
