@@ -410,3 +410,36 @@ def test_best_policy_ranks_the_metrics_of_a_tool(tmp_path: Path) -> None:
         "epoch=2-loss=0.006-step=6.ckpt",
         "last.ckpt",
     ]
+
+
+def test_series_that_no_tool_has_is_an_empty_list(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    assert run_json("ls", directory, "--series", "net")["items"] == []
+    assert len(run_json("ls", directory, "--series", "orbax")["items"]) == 2
+
+
+def test_checkpoints_of_both_kinds_are_verified(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    save_run(directory, [10])
+    assert run_json("verify", directory)["summary"]["statuses"] == {"ok": 1, "unverified": 2}
+
+
+def test_other_files_stay_and_are_counted(tmp_path: Path) -> None:
+    directory = golden_run("transformers", tmp_path / "run")
+    shutil.copy(directory / "checkpoint-6/model.safetensors", directory / "model.safetensors")
+    result = run("prune", directory, "--keep", "last(1)", "--yes")
+    assert "1 file without a manifest beside them stay" in result.stderr
+    assert (directory / "model.safetensors").exists()
+
+
+def test_nothing_to_prune_changes_nothing(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    before = tree_of(directory)
+    assert prune(directory, "last(5)") == 0
+    assert tree_of(directory) == before
+
+
+def test_selector_that_finds_nothing_among_own_ones_is_not_about_a_tool(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    save_run(directory, [10])
+    assert run("inspect", "99", "--dir", directory).exit_code == 10

@@ -3,15 +3,29 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import zipfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem
+from ckptmgr.maintenance.foreign import trash
+from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
+from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
+from ckptmgr.maintenance.verdict import Status, Verification
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.store.store import Store
+from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import any_run, deepspeed_run, golden_run, megatron_run, write_archive
+
+NOW = datetime(2100, 1, 1, tzinfo=UTC)
 
 
 def problems(directory: Path) -> dict[str, str | None]:
@@ -195,3 +209,133 @@ def test_runs_below_are_found_where_tools_put_them(tmp_path: Path) -> None:
     found = [(run.path.name, run.count, run.tools) for run in runs]
     assert found == [("checkpoints", 3, ("lightning",)), ("own", 1, ())]
     assert is_all
+
+
+def verified(directory: Path, name: str, fs: FileSystem | None = None) -> Verification:
+    disk = OsFileSystem()
+    found = list_foreign(disk, directory).checkpoints
+    (one,) = [one for one in found if one.checkpoint.name == name]
+    return verify_foreign(fs or disk, one)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(errno.EACCES, Status.UNREADABLE), (errno.EIO, Status.DAMAGED)]
+)
+def test_error_of_the_disk_is_damage_only_where_the_medium_failed(
+    error: int, status: Status, tmp_path: Path
+) -> None:
+    run = golden_run("transformers", tmp_path / "run")
+    disk = FailingDisk(OsFileSystem(), error=error, operation="open", call=1, is_lasting=True)
+    answer = verified(run, "checkpoint-4", disk)
+    assert answer.status is status
+    assert (answer.obstacle is None) == (status is Status.DAMAGED)
+
+
+def test_prune_stops_where_the_newest_cannot_be_read_now(tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    listing = list_foreign(OsFileSystem(), run)
+    disk = FailingDisk(
+        OsFileSystem(), error=errno.EACCES, operation="open", call=1, is_lasting=True
+    )
+    with pytest.raises(PermissionError):
+        propose_foreign(Store(run, fs=disk), listing, parse_policy("last(1)"), now=NOW)
+
+
+def test_files_that_cannot_be_checked_are_named(tmp_path: Path) -> None:
+    run = golden_run("transformers", tmp_path / "run")
+    folder = run / "checkpoint-4"
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x02}.")
+    (folder / "notes").write_text("x")
+    (folder / ".metadata").touch()
+    os.truncate(folder / ".metadata", (64 << 20) + 1)
+    (folder / "big.json").touch()
+    os.truncate(folder / "big.json", (64 << 20) + 1)
+    with zipfile.ZipFile(folder / "scheduler.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", bytes(99))
+    assert set(verified(run, "checkpoint-4").unchecked) == {
+        "pickles, which are never opened",
+        "other files",
+        ".metadata of more than 64 MiB",
+        "JSON of more than 64 MiB",
+        "compressed records",
+        "contents, for which the tool keeps no digest: structure only",
+    }
+
+
+def test_empty_archive_is_damage(tmp_path: Path) -> None:
+    run = golden_run("transformers", tmp_path / "run")
+    (run / "checkpoint-4/optimizer.pt").write_bytes(b"")
+    answer = verified(run, "checkpoint-4")
+    assert (answer.status, answer.problems) == (Status.DAMAGED, ("optimizer.pt: an empty file",))
+
+
+def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    store = Store(run)
+    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
+    (run / "step-2").rename(run / "step-3")
+    outcome = carry_out_foreign(store, proposal)
+    assert isinstance(outcome.failures[0], UnsafePrune)
+    assert (run / "step-1").exists()
+
+
+def test_trash_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    (run / ".ckptmgr-trash-foreign").touch()
+    store = Store(run)
+    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
+    outcome = carry_out_foreign(store, proposal)
+    assert isinstance(outcome.failures[0], UnsafePrune)
+    assert (run / "step-1").exists()
+
+
+def test_two_prunes_at_one_time_have_two_batches(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    store = Store(run)
+    for keep in ("last(2)", "last(1)"):
+        listing = list_foreign(store.fs, run)
+        proposal = propose_foreign(store, listing, parse_policy(keep), now=NOW)
+        assert not carry_out_foreign(store, proposal).failures
+    assert len(list((run / ".ckptmgr-trash-foreign").iterdir())) == 2
+
+
+@pytest.mark.parametrize("operation", ["replace", "sync_directory"])
+def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    disk = FailingDisk(
+        OsFileSystem(), error=errno.EROFS, operation=operation, call=1, is_lasting=True
+    )
+    store = Store(run, fs=disk)
+    proposal = propose_foreign(
+        store, list_foreign(OsFileSystem(), run), parse_policy("last(1)"), now=NOW
+    )
+    outcome = carry_out_foreign(store, proposal)
+    assert outcome.failures
+    trash = list((run / ".ckptmgr-trash-foreign").glob("*/step-1"))
+    assert (run / "step-1").exists() != bool(trash)
+
+
+def test_undo_that_the_disk_refuses_raises_and_can_be_repeated(tmp_path: Path) -> None:
+    run = golden_run("torchtitan", tmp_path / "run")
+    store = Store(run)
+    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
+    carry_out_foreign(store, proposal)
+    disk = FailingDisk(
+        OsFileSystem(), error=errno.EROFS, operation="replace", call=1, is_lasting=True
+    )
+    failing = Store(run, fs=disk)
+    with pytest.raises(OSError, match="Read-only"):
+        trash.restore(failing, trash.last_batch(failing))
+    trash.restore(store, trash.last_batch(store))
+    assert (run / "step-1").exists()
+
+
+def test_folder_that_may_not_be_read_does_not_stop_the_search(tmp_path: Path) -> None:
+    golden_run("torchtitan", tmp_path / "a/run")
+    disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
+    assert runs_below(disk, tmp_path) == ([], True)
+
+
+def test_directory_whose_parent_may_not_be_read_is_listed(tmp_path: Path) -> None:
+    disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
+    assert list_foreign(disk, tmp_path).checkpoints == ()

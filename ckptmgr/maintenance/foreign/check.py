@@ -28,7 +28,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import is_bad_medium, may_be_whole
+from ckptmgr.io.passing_errors import is_bad_medium
 from ckptmgr.maintenance.foreign.layouts import missing_shards
 from ckptmgr.maintenance.foreign.listing import DiskFolder
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
@@ -50,6 +50,7 @@ def verify_foreign(
     check = _Check(fs, foreign.checkpoint.path, level)
     check.run()
     problem = foreign.checkpoint.problem
+    problems = [*([] if problem is None else [problem]), *check.problems, *check.unread]
     status = Status.UNVERIFIED if problem is None else Status.INCOMPLETE
     if check.obstacle is not None:
         status = Status.UNREADABLE
@@ -59,7 +60,7 @@ def verify_foreign(
         checkpoint=foreign.checkpoint,
         level=level,
         status=status,
-        problems=tuple(dict.fromkeys([*([] if problem is None else [problem]), *check.problems])),
+        problems=tuple(dict.fromkeys(problems)),
         checked=tuple(check.checked),
         unchecked=(*check.unchecked, _NO_DIGEST),
         obstacle=check.obstacle,
@@ -72,6 +73,7 @@ class _Check:
         self._path = path
         self._level = level
         self.problems: list[str] = []
+        self.unread: list[str] = []
         self.checked: dict[str, None] = {}
         self.unchecked: dict[str, None] = {}
         self.obstacle: OSError | None = None
@@ -85,11 +87,10 @@ class _Check:
             except (FormatError, _Damaged) as error:
                 self.problems.append(f"{name}{error}")
             except OSError as error:
-                if is_bad_medium(error) or not may_be_whole(error):
-                    self.problems.append(f"{name}{error.strerror or error}")
-                else:
+                kept = self.problems if is_bad_medium(error) else self.unread
+                kept.append(f"{name}{error.strerror or error}")
+                if kept is self.unread:
                     self.obstacle = error
-                    self.problems.append(f"{name}{error.strerror or error}")
 
     def _files(self, path: Path) -> Iterator[Path]:
         status = self._fs.status(path)
