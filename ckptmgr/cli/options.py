@@ -173,6 +173,10 @@ class GivenTrust:
         """
         return self.with_keys(keys_of_command(self.key_sources, is_new=is_new))
 
+    def has_environment_key(self) -> bool:
+        """Return whether the environment names a key."""
+        return bool(sources_in_environment(os.environ))
+
     def with_keys(self, keys: Keys | None) -> Trust:
         """Return the trust in keys that were loaded elsewhere; see `load`."""
         from ckptmgr.core.trust import Trust

@@ -7,8 +7,8 @@ with ProgressLine("resuming", checkpoint.size_bytes):
 ```
 
 It counts the bytes that this process reads from files (with `direction="write"`, writes). Work that
-reads a file again starts the bar again, with the number of the pass. Without a terminal or `rich`
-nothing is shown, and an error in the line only ends the line.
+reads a file again starts the bar again, with the number of the pass. Without a terminal there is
+one plain line every 10 seconds; an error in the line, or no `rich`, only ends the line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Self, TextIO
 
 from ckptmgr.io.byte_counters import Direction, counting
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 _PATIENCE_S = 1.0
 _REDRAW_S = 0.1
+_PLAIN_S = 10.0
 
 
 class ProgressLine:
@@ -56,12 +58,15 @@ class ProgressLine:
         self._done_bytes = 0
         self._shown: tuple[Progress, TaskID] | None = None
         self._next_s = 0.0
+        self._started_s = 0.0
+        self._is_plain = False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-            self._next_s = self._clock() + _PATIENCE_S
-            self._stack.enter_context(counting(self._count))
+        self._is_plain = not self._stream.isatty() or os.environ.get("TERM") == "dumb"
+        self._started_s = self._clock()
+        self._next_s = self._started_s + (_PLAIN_S if self._is_plain else _PATIENCE_S)
+        self._stack.enter_context(counting(self._count))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -80,9 +85,18 @@ class ProgressLine:
             now = self._clock()
             if now < self._next_s:
                 return
-            self._next_s = now + _REDRAW_S
-            if not _ignoring_errors(self._draw):
+            self._next_s = now + (_PLAIN_S if self._is_plain else _REDRAW_S)
+            draw = partial(self._write_line, now) if self._is_plain else self._draw
+            if not _ignoring_errors(draw):
                 self._next_s = float("inf")
+
+    def _write_line(self, now: float) -> None:
+        rounds, done_bytes = divmod(self._done_bytes, self._total_bytes)
+        label = f"{self._label} (pass {rounds + 1})" if rounds else self._label
+        done = f"{_mib(done_bytes)} of {_mib(self._total_bytes)} MiB"
+        rate = self._done_bytes / max(now - self._started_s, _REDRAW_S)
+        self._stream.write(f"{label}: {done}, {_mib(rate)} MiB/s\n")
+        self._stream.flush()
 
     def _draw(self) -> None:
         if self._shown is None:
@@ -120,6 +134,10 @@ class ProgressLine:
         task = progress.add_task(self._label, total=self._total_bytes)
         progress.start()
         return progress, task
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / (1 << 20):.1f}"
 
 
 def _ignoring_errors(work: Callable[[], object]) -> bool:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,7 @@ from ckptmgr.cli.options import Session
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.formats.strict_json import Json
 
+_HANGING = "  "
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 _LINES_AT_ONCE = 1000  # each call of `echo` flushes
@@ -49,6 +51,8 @@ STATE_STYLES: Mapping[str, str] = {
     "other-key": "yellow",
     "partial": "yellow",
     "corrupt": "bold red",
+    "unreadable": "bold red",
+    "plain": "green",
     "damaged": "bold red",
     "missing": "bold red",
     "leftover": "dim",
@@ -70,6 +74,7 @@ class Output:
         has_unicode: Whether glyphs outside ASCII may be used.
         is_terminal: Whether stdout is a terminal.
         has_nul: Whether a NUL, not a line feed, ends each bare path.
+        columns: Width of the terminal, at which lines are broken between words; None elsewhere.
     """
 
     command: str
@@ -80,6 +85,7 @@ class Output:
     has_unicode: bool = True
     is_terminal: bool = False
     has_nul: bool = False
+    columns: int | None = None
 
     @property
     def is_text(self) -> bool:
@@ -99,9 +105,9 @@ class Output:
         parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
         shown = [Cell(escape(part.text), part.style) for part in parts]
         if self.has_color:
-            _print_styled(shown, sys.stdout)
+            _print_styled(shown, sys.stdout, self.columns)
         else:
-            _print_plain(["".join(part.text for part in shown).rstrip()], sys.stdout)
+            self._print_plain(["".join(part.text for part in shown).rstrip()])
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: str) -> None:
         """Print rows under a header; `right` holds the headings of right-aligned columns."""
@@ -114,7 +120,7 @@ class Output:
             for name, width in zip(header, widths, strict=True)
         )
         if not self.has_color:
-            _print_plain([layout.format(*line).rstrip() for line in lines], sys.stdout)
+            self._print_plain([layout.format(*line).rstrip() for line in lines])
             return
         for line, texts in zip(styled, lines, strict=True):
             cells: list[Cell | str] = []
@@ -124,6 +130,11 @@ class Output:
                 cells += [padding, cell] if is_right else [cell, padding]
                 cells.append("  ")
             self.line(*cells)
+
+    def _print_plain(self, lines: Sequence[str]) -> None:
+        if self.columns is not None:
+            lines = [part for line in lines for part in _parts(line, self.columns)]
+        _print_plain(lines, sys.stdout)
 
     def paths(self, paths: Sequence[Path]) -> None:
         """Print bare paths; see `names`."""
@@ -164,6 +175,7 @@ def make_output(ctx: click.Context, root: Path) -> Output:
         has_unicode=_is_utf8(stream),
         is_terminal=stream.isatty(),
         has_nul="ckptmgr.null" in ctx.meta,
+        columns=shutil.get_terminal_size().columns if stream.isatty() else None,
     )
 
 
@@ -210,7 +222,23 @@ def _print_plain(lines: Sequence[str], stream: TextIO) -> None:
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
-def _print_styled(cells: Sequence[Cell], stream: TextIO) -> None:
+def _broken(line: str, columns: int) -> list[slice]:
+    """Return the parts of a line that fit a terminal, broken between words; long words stay whole."""
+    parts, start, indent = [], 0, 0
+    while len(line) - start > columns - indent:
+        end = line.rfind(" ", start + 1, start + columns - indent + 1)
+        if not line[start : max(end, start)].strip():  # the first word is longer than a line
+            rest = line[start:].lstrip()
+            end = line.find(" ", len(line) - len(rest))
+        if end < 0:
+            break
+        parts.append(slice(start, end))
+        start = end + len(line[end:]) - len(line[end:].lstrip())
+        indent = len(_HANGING)
+    return [*parts, slice(start, None)] if start < len(line) else parts
+
+
+def _print_styled(cells: Sequence[Cell], stream: TextIO, columns: int | None) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -219,7 +247,16 @@ def _print_styled(cells: Sequence[Cell], stream: TextIO) -> None:
     )
     text = Text.assemble(*((cell.text, cell.style) for cell in cells))
     text.rstrip()
-    console.print(text, soft_wrap=True)
+    spans = [slice(None)] if columns is None else _broken(text.plain, columns)
+    for number, span in enumerate(spans):
+        part = text[span]
+        part.rstrip()
+        console.print(Text.assemble(_HANGING * (number > 0), part), soft_wrap=True)
+
+
+def _parts(line: str, columns: int) -> list[str]:
+    spans = _broken(line, columns)
+    return [f"{_HANGING * (i > 0)}{line[span].rstrip()}" for i, span in enumerate(spans)]
 
 
 def finite(value: Json) -> Json:

@@ -16,7 +16,7 @@ from ckptmgr.cli.foreign import why_none, without_foreign
 from ckptmgr.cli.options import check_path
 from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
-from ckptmgr.core.model import UNFINISHED, Checkpoint, State
+from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.policy.lines import about_others, lines_of
@@ -173,7 +173,7 @@ def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
         if one.obstacle is not None and may_be_whole(one.obstacle):
             raise one.obstacle
         is_newer = one.is_unreadable or not chosen or one.order > chosen[0].order
-        if one.state in (State.CORRUPT, State.MISSING) and is_newer:
+        if one.state in UNUSABLE and is_newer:
             note(f"latest is not {one.name}: {one.problem}")
     others = about_others(chosen[0], lines_of(found)) if chosen else None
     if others is not None:

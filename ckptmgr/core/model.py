@@ -49,8 +49,12 @@ class State(enum.Enum):
     """No given key proves it: no manifest, or one without authentication or signature."""
     OTHER_KEY = "other-key"
     """Its manifest is authenticated or signed under another key than those given."""
+    PLAIN = "plain"
+    """As shown without the key of the environment, where nothing is encrypted; in no listing."""
     CORRUPT = "corrupt"
     """The bytes do not match the manifest, or do not parse."""
+    UNREADABLE = "unreadable"
+    """Its manifest may not be read by this user; the checkpoint may be whole."""
     MISSING = "missing"
     """Its manifest exists without its data, and no checkpoint of its series as new is whole."""
     LEFTOVER = "leftover"
@@ -65,6 +69,8 @@ class State(enum.Enum):
 
 _WHOLE = (State.OK, State.UNVERIFIED, State.COMPLETE)
 _EMERGENCY = "exception"
+UNUSABLE = (State.CORRUPT, State.UNREADABLE, State.MISSING)
+"""States of checkpoints that cannot be loaded as they are."""
 UNFINISHED = (State.LEFTOVER, State.WRITING)
 """States of files that are no checkpoint, or not yet one."""
 
@@ -195,7 +201,7 @@ class Checkpoint:
     @property
     def is_attested(self) -> bool:
         """Whether its manifest counts: the given keys prove it, or no keys were given."""
-        return self.state in (State.OK, State.CORRUPT, State.MISSING)
+        return self.state in (State.OK, State.CORRUPT, State.UNREADABLE, State.MISSING)
 
     @property
     def is_unproven(self) -> bool:
@@ -205,7 +211,7 @@ class Checkpoint:
     @property
     def is_unreadable(self) -> bool:
         """Whether its manifest could not be read at all."""
-        return self.state is State.CORRUPT and self.run_id is None
+        return self.state in (State.CORRUPT, State.UNREADABLE) and self.run_id is None
 
     @property
     def is_emergency(self) -> bool:

@@ -41,6 +41,8 @@ class Status(enum.Enum):
 
     OK = "ok"
     """Everything the level promises was checked and is right."""
+    PLAIN = "plain"
+    """OK or UNVERIFIED without the key of the environment, which the directory has no use for."""
     UNVERIFIED = "unverified"
     """Well-formed, but without a checksum: nothing vouches for its contents."""
     PARTIAL = "partial"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
-from ckptmgr.core.model import UNFINISHED, Checkpoint, State
+from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.shard_names import parse_shard_name
@@ -150,7 +150,7 @@ def first_that_loads(
     skipped = []
     problems: list[tuple[Checkpoint, Exception]] = []
     for checkpoint in candidates.listed():
-        if checkpoint.state in (State.CORRUPT, State.MISSING):
+        if checkpoint.state in UNUSABLE:
             if checkpoint.obstacle is not None:
                 _refuse_to_pass_over(checkpoint, checkpoint.obstacle)
                 problems.append((checkpoint, checkpoint.obstacle))
@@ -363,5 +363,5 @@ class RollbackCandidates(StateCandidates):
 
     def _may_be_newer(self, checkpoint: Checkpoint) -> bool:
         # The order of damaged and unproven checkpoints proves nothing: newer ones may follow.
-        is_vague = checkpoint.state in (State.CORRUPT, State.MISSING) or checkpoint.is_unproven
+        is_vague = checkpoint.state in UNUSABLE or checkpoint.is_unproven
         return is_vague or self._held is None or checkpoint.step > self._held

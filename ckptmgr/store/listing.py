@@ -375,7 +375,8 @@ class _Listing:
             # Damage is final. Any other obstacle is raised when the caller asks for this
             # checkpoint.
             obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
-            unread = entry_of(path, data or status, State.CORRUPT, problem)
+            state = State.UNREADABLE if isinstance(error, PermissionError) else State.CORRUPT
+            unread = entry_of(path, data or status, state, problem)
             return replace(unread, obstacle=obstacle)
         if read is None:  # removed by another process during the listing
             problem = "vanished while the directory was listed"

@@ -44,7 +44,9 @@ def next_sequence(
 
 def next_attempt(history: Sequence[Checkpoint], step: int, *, trust: Trust) -> int:
     """Return the attempt of the next save of a step: one more than the highest, damaged or not."""
-    ours = [c for c in history if c.run_id is not None or c.state is State.CORRUPT]
+    ours = [
+        c for c in history if c.run_id is not None or c.state is State.CORRUPT or c.is_unreadable
+    ]
     same = [c for c in ours if c.step == step]
     floor = max((c.attempt for c in same if _is_proven(c, trust)), default=-1)
     return 1 + _largest(same, lambda c: c.attempt, floor=floor)

@@ -3,7 +3,8 @@
 
 A user with write access to such a file chooses the trust, so one rule holds for all of them: a
 regular file that belongs to the current user or to root, and that neither its group nor others can
-write. A file of a secret must also be unreadable to others.
+write. A file of a secret must also be unreadable to others; where its reader cannot change that, as
+for the secrets of Kubernetes and Docker (root's, or on a read-only mount), a warning is logged.
 
 The rule is checked on the open descriptor that is then read, so swapping the file in between is
 useless. A symbolic link is followed to its file. Directories are not checked.
@@ -11,6 +12,7 @@ useless. A symbolic link is followed to its file. Directories are not checked.
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from ..secret_bytes import SecretBytes
 from .source_names import looks_like_key
 
 MAX_SOURCE_BYTES = 4096
+_LOG = logging.getLogger("ckptmgr.crypto.keys")
 
 _ROOT = 0
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
@@ -56,7 +59,12 @@ def read_trusted_file(
             raise KeySourceError(f"the {kind} {shown} is not a regular file", hint=way_out)
         content = read_all(descriptor)
         is_shown = is_public(content)
-        refusal = refusal_of(status, user=os.geteuid(), is_public=is_shown)
+        user = os.geteuid()
+        refusal = refusal_of(status, user=user, is_public=is_shown)
+        is_read_only = bool(os.fstatvfs(descriptor).f_flag & os.ST_RDONLY)
+        if refusal is not None and is_given(status, user=user, is_read_only=is_read_only):
+            _LOG.warning("the %s %s %s", kind, shown, refusal)
+            return content
         if refusal is not None:
             mode = "go-w" if is_shown else "600"
             raise KeySourceError(
@@ -80,6 +88,17 @@ def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) ->
     if mode & (_WRITABLE if is_public else _USABLE):
         return f"can be {'changed' if is_public else 'used'} by others (mode {mode:04o})"
     return None
+
+
+def is_given(status: os.stat_result, *, user: int, is_read_only: bool) -> bool:
+    """Return whether `user` can neither write a trusted file nor make it unreadable to others.
+
+    It is root's and `user` is another one, or its mount is read-only.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (user, _ROOT) or mode & _WRITABLE:
+        return False
+    return is_read_only or (status.st_uid == _ROOT and user != _ROOT)
 
 
 def shown_name(name: str) -> str:

@@ -443,3 +443,12 @@ def test_selector_that_finds_nothing_among_own_ones_is_not_about_a_tool(tmp_path
     directory = golden_run("orbax", tmp_path / "run")
     save_run(directory, [10])
     assert run("inspect", "99", "--dir", directory).exit_code == 10
+
+
+def test_damaged_checkpoint_of_a_tool_is_not_moved(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    overwrite(directory / "1/default/_METADATA", b"{")
+    result = run("verify", directory, "--quarantine")
+    assert result.exit_code == 1
+    assert "1 stays: what another tool wrote is not moved" in result.stderr
+    assert names_in(directory) == ["1", "2"]

@@ -201,3 +201,13 @@ def test_json_is_ascii_whatever_the_names(tmp_path: Path) -> None:
     save_run(tmp_path, [10], series="ä")
     assert run("ls", tmp_path, "--json", charset="ascii").stdout.isascii()
     assert json.loads(run("ls", tmp_path, "--json").stdout)["items"][0]["series"] == "ä"
+
+
+def test_wrong_key_is_said(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", [10, 20], options=SaveOptions(key=OTHER_KEY))
+    key = key_file(tmp_path)
+    assert (
+        "wrong key: none of these checkpoints" in run("ls", tmp_path / "run", "--key", key).stdout
+    )
+    right = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex())
+    assert "wrong key" not in run("ls", tmp_path / "run", "--key", right).stdout

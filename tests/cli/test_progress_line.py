@@ -169,3 +169,24 @@ def test_counter_of_an_inner_block_takes_the_place_of_the_outer_one(tmp_path: Pa
             file.close()
         count_bytes("read", 3)
     assert (outer, inner) == ([3], [10])
+
+
+def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
+    stream = io.StringIO()
+    times = clock_of(0, 9.9, 10, 15, 20)
+    with ProgressLine("net.ckpt", 4 * MIB, stream=stream, clock=times):
+        count_bytes("read", MIB)
+        assert stream.getvalue() == ""
+        count_bytes("read", MIB)
+        assert stream.getvalue() == "net.ckpt: 2.0 of 4.0 MiB, 0.2 MiB/s\n"
+        count_bytes("read", MIB)
+        count_bytes("read", 3 * MIB)
+    assert stream.getvalue().splitlines()[1:] == ["net.ckpt (pass 2): 2.0 of 4.0 MiB, 0.3 MiB/s"]
+
+
+def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = Terminal()
+    with ProgressLine("net.ckpt", MIB, stream=stream, clock=clock_of(0, 11)):
+        count_bytes("read", MIB // 2)
+    assert stream.getvalue() == "net.ckpt: 0.5 of 1.0 MiB, 0.0 MiB/s\n"

@@ -194,3 +194,33 @@ def test_progress_is_shown_only_beside_text(options: dict[str, bool], has_line: 
     output = render.Output(command="verify", root=Path(), **options)
     with output.progress("net.ckpt", 10) as line:
         assert isinstance(line, ProgressLine) is has_line
+
+
+@pytest.mark.parametrize("has_color", [False, True])
+def test_line_on_a_narrow_terminal_is_broken_between_words(
+    has_color: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = render.Output(command="verify", root=Path(), columns=30, has_color=has_color)
+    name = "a-name-of-a-checkpoint-that-is-longer-than-a-line.safetensors"
+    output.line(
+        render.Cell("ok", "green"), f"  {name}  checked manifest, size, digests, records, seal"
+    )
+    lines = ANSI.sub("", capsys.readouterr().out).splitlines()
+    assert " ".join(" ".join(lines).split()) == (
+        f"ok {name} checked manifest, size, digests, records, seal"
+    )
+    assert all(len(line) <= 30 for line in lines if name not in line)
+    assert len(lines) > 2
+
+
+def test_table_on_a_narrow_terminal_is_broken_between_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = render.Output(command="ls", root=Path(), columns=20)
+    output.table(
+        ("STEP", "WHY"),
+        [[render.Cell("10"), render.Cell("nearest: last (3rd of 2)")]],
+        right="STEP",
+    )
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["STEP  WHY", "  10  nearest: last", "  (3rd of 2)"]

@@ -21,7 +21,16 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
-from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
+from tests.support.saved import (
+    GOLDEN_FILES,
+    KEY,
+    OTHER_KEY,
+    flip,
+    only,
+    overwrite,
+    save_run,
+    tree_of,
+)
 
 
 def test_whole_run_is_ok_and_nothing_is_written(tmp_path: Path) -> None:
@@ -318,3 +327,28 @@ def test_twice_as_many_checkpoints_make_about_twice_as_many_calls(fast_path: Pat
             save_run(fast_path / str(count), [*range(10, 10 * count + 1, 10)])
         calls[count] = verified(count)
     assert calls[50] < 2.1 * calls[25]
+
+
+def test_damaged_checkpoint_is_moved_into_quarantine(tmp_path: Path) -> None:
+    first, second = save_run(tmp_path, [10, 20])
+    overwrite(first, b"cut")
+    result = run("verify", tmp_path, "--quarantine")
+    assert result.exit_code == 1
+    assert "  moved to .ckptmgr-quarantine/" in result.stdout
+    assert not first.exists()
+    assert second.exists()
+    (moved,) = tmp_path.glob(f".ckptmgr-quarantine/*/{first.name}")
+    assert moved.read_bytes() == b"cut"
+    assert run("verify", tmp_path).exit_code == 0
+
+
+def test_last_checkpoint_is_not_moved_and_the_error_is_said(tmp_path: Path) -> None:
+    (first,) = save_run(tmp_path, [10])
+    content = bytearray(first.read_bytes())
+    content[-1] ^= 1
+    overwrite(first, bytes(content))
+    result = run("verify", tmp_path, "--quarantine", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["summary"]["quarantined"] == []
+    assert "UnsafePrune" in result.stderr
+    assert first.exists()

@@ -17,6 +17,8 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.serialization import save_checkpoint
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.io.leases import series_tag
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import Last
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
 from tests.support.crashmodel import FailingDisk, ModelDisk
@@ -365,3 +367,12 @@ def test_name_as_long_as_a_manifest_allows_is_saved(tmp_path: Path) -> None:
         saved.name,
         f"{saved.name}.manifest.json",
     ]
+
+
+def test_manifest_that_may_not_be_read_is_unreadable_and_not_corrupt() -> None:
+    disk = disk_with(10.0)
+    failing = FailingDisk(disk, error=errno.EACCES, operation="open", call=1, is_lasting=True)
+    (found,) = Trainer(disk, fs=failing).store().scan()
+    assert (found.state, found.is_countable) == (State.UNREADABLE, False)
+    decided = plan([found], Last(1), found.saved_at)
+    assert "not counted: unreadable" in decided.verdicts[0].reasons[0].detail

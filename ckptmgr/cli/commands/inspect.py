@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,20 +55,21 @@ def inspect_command(
     of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key
     proves the writer of the file. -q prints the names of the tensors.
     """
+    from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.files.load.inspection import inspect_file
     from ckptmgr.files.load.options import ReadOptions
 
-    trust = given_trust.load()
-    opener = partial(options.open_store, trust=trust)
-    selected = select_one(checkpoint, directory, opener, series=series)
+    selected = select_one(checkpoint, directory, showing_opener(given_trust), series=series)
     contents = inspect_file(
         selected.store,
         selected.checkpoint,
-        options=ReadOptions(trust=trust),
+        options=ReadOptions(trust=selected.store.trust),
         choose=lambda name: fnmatch.fnmatchcase(name, pattern),
         has_stats=has_stats,
     )
+    if is_shown_as_plain(given_trust, selected.store):
+        contents = replace(contents, checkpoint=as_plain(contents.checkpoint))
     output = render.make_output(ctx, selected.store.directory)
     _show(output, contents, has_stats=has_stats)
     return Exit.DONE

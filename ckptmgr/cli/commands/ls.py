@@ -22,7 +22,7 @@ from ckptmgr.cli.run_lines import (
     sentence_of_latest,
     shown_run,
 )
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import RunLine, lines_of, meant_line
@@ -53,7 +53,8 @@ def ls_command(
 
     Reads manifests only. With a key they are authenticated, with --public-key their signatures are
     checked; without either nothing proves their writer. STATE is ok, unverified (nothing vouches
-    for the file), corrupt, missing (the manifest is here, the data is not), leftover or writing.
+    for the file), corrupt, unreadable (this user may not read the manifest), missing (the manifest
+    is here, the data is not), leftover or writing.
     RUN, where a series has checkpoints of several runs or a run several series, is the newest run
     of those that were resumed from each other.
 
@@ -62,15 +63,18 @@ def ls_command(
     incomplete, and TAGS what points at one, such as latest.
     """
     from ckptmgr.cli.foreign import foreign_of, why_none
+    from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import list_selected
 
-    store = options.open_store(directory, trust=given_trust.load())
+    store = showing_opener(given_trust)(directory)
     listed = list_selected(store, series=series, with_leftovers=show_all)
     foreign = foreign_of(store)
     found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
     others = [one for one in foreign.checkpoints if series in (None, one.checkpoint.series)]
     if foreign.is_itself:
         found = []
+    if is_shown_as_plain(given_trust, store):
+        found = [as_plain(one) for one in found]
     if not (found or foreign.checkpoints or store.scan()):
         absence = why_none(store.fs, store.directory)
         if absence is not None:
@@ -150,6 +154,8 @@ def _print(
     for checkpoint in found:
         if checkpoint.problem is not None and checkpoint.state.value not in ("unverified",):
             output.line(f"{checkpoint.name}: {checkpoint.problem}")
+    if found and all(checkpoint.state is State.OTHER_KEY for checkpoint in found):
+        output.line("wrong key: none of these checkpoints was written under the given one")
     for one in others:
         for remark in remarks(one):
             output.line(remark)

@@ -4,24 +4,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report
+from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
+    from ckptmgr.cli.selectors import Selected
     from ckptmgr.core.model import Checkpoint
     from ckptmgr.maintenance.verify import Verification
     from ckptmgr.store.manifest.lineage import Expected
 
 _STATUS_WIDTH = len("unverified")
+_SOUND = ("ok", "unverified", "plain")
 # The first that occurs decides the exit code.
 _CODES = (
     ("damaged", Exit.NO),
@@ -59,6 +64,12 @@ _CODES = (
     metavar="ID",
     help="Of a checkpoint that was saved: it must be here, or the next one.",
 )
+@click.option(
+    "--quarantine",
+    "quarantines",
+    is_flag=True,
+    help="Move damaged checkpoints into .ckptmgr-quarantine, where no run is writing.",
+)
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
@@ -70,6 +81,7 @@ def verify_command(
     level: str | None,
     expect_step: int | None,
     expect_id: str | None,
+    quarantines: bool,
     given_trust: options.GivenTrust,
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
@@ -88,20 +100,24 @@ def verify_command(
 
     Checkpoints of other tools are checked as far as their files allow, without opening a pickle:
     they are unverified where nothing is wrong, and incomplete where their save did not end.
+
+    Where the only key is that of the environment, and nothing in a directory is encrypted or
+    authenticated, it is checked without the key and said to be plain.
     """
     from ckptmgr.cli.foreign import checked_foreign, select_foreign
+    from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
-    from ckptmgr.maintenance.verify import Level, verify_checkpoint, was_removed
+    from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint, was_removed
     from ckptmgr.store.manifest.lineage import Lineage
 
-    trust = given_trust.load()
-    opener = partial(options.open_store, trust=trust)
+    opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
     selected = select(texts, directory, opener, series=series) if texts or not foreign else []
     expected = _expected(expect_step, expect_id)
-    reading = ReadOptions(trust=trust)
     depth = Level(level or "full")
+    now = ctx.ensure_object(Session).now()
+    moved: dict[Path, Path | Exception] = {}
     root = opener(directory).directory
     output = render.make_output(ctx, root)
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
@@ -114,16 +130,39 @@ def verify_command(
                 lineage = lineages[one.store.directory] = Lineage(one.store.scan())
             with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
                 answer = verify_checkpoint(
-                    one.store, one.checkpoint, level=depth, options=reading, lineage=lineage
+                    one.store,
+                    one.checkpoint,
+                    level=depth,
+                    options=ReadOptions(trust=one.store.trust),
+                    lineage=lineage,
                 )
-            if not was_removed(one.store, answer):
-                yield answer
+            if was_removed(one.store, answer):
+                continue
+            if quarantines and answer.status is Status.DAMAGED:
+                moved[one.checkpoint.path] = _quarantined(one, now=now)
+            is_sound = answer.status.value in _SOUND
+            if is_sound and is_shown_as_plain(given_trust, one.store):
+                shown = as_plain(answer.checkpoint)
+                answer = replace(answer, checkpoint=shown, status=Status.PLAIN)
+            yield answer
         for store, theirs in foreign:
             with output.progress(theirs.checkpoint.name, theirs.checkpoint.size_bytes):
                 answer = checked_foreign(store, theirs, depth)
+            if quarantines and answer.status is Status.DAMAGED:
+                note(f"{theirs.checkpoint.name} stays: what another tool wrote is not moved")
             yield answer
 
-    return _show(output, answers(), depth.value, expected, bundles)
+    return _show(output, answers(), depth.value, expected, bundles, moved)
+
+
+def _quarantined(one: Selected, *, now: datetime) -> Path | Exception:
+    """Move a damaged checkpoint away; return its new folder, or why it stays."""
+    from ckptmgr.maintenance.quarantine import quarantine
+
+    try:
+        return quarantine(one.store, one.checkpoint, now=now)
+    except (CkptmgrError, OSError) as error:
+        return error
 
 
 def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> list[Path]:
@@ -149,17 +188,21 @@ def _show(
     level: str,
     expected: Expected,
     bundles: Sequence[Path],
+    moved: Mapping[Path, Path | Exception],
 ) -> int:
     done: list[Verification] = []
     for answer in answers:
         done.append(answer)
-        if output.is_quiet and answer.status.value not in ("ok", "unverified"):
+        if output.is_quiet and answer.status.value not in _SOUND:
             output.paths([answer.checkpoint.path])
         elif output.is_text:
             _print(output, answer)
+            into = moved.get(answer.checkpoint.path)
+            if isinstance(into, Path):
+                output.line(f"  moved to {into.relative_to(answer.checkpoint.path.parent)}")
     counts = Counter(answer.status.value for answer in done)
     missing = expected.missing(
-        [one.checkpoint for one in done if one.status.value in ("ok", "unverified", "partial")]
+        [one.checkpoint for one in done if one.status.value in (*_SOUND, "partial")]
     )
     if output.is_json:
         summary: dict[str, Json] = {
@@ -169,6 +212,9 @@ def _show(
             "missing": missing,
             "bundles": [str(path) for path in bundles],
         }
+        if moved:
+            places = {path: into for path, into in moved.items() if isinstance(into, Path)}
+            summary["quarantined"] = [str(into / path.name) for path, into in places.items()]
         output.result([_item(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
@@ -179,6 +225,9 @@ def _show(
             )
         for sentence in missing:
             output.line(f"{sentence}: newer ones were removed, or the directory was put back")
+    for error in moved.values():
+        if isinstance(error, Exception):
+            report(error, as_json=output.is_json)
     if missing:
         return Exit.NO
     return next((code for word, code in _CODES if counts[word]), Exit.DONE)

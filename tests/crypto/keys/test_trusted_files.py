@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.signing import SigningKey, load_public_key
-from ckptmgr.crypto.keys.trusted_files import read_trusted_file, refusal_of
+from ckptmgr.crypto.keys.trusted_files import is_given, read_trusted_file, refusal_of
 
 USER, OTHER, ROOT = 1000, 1001, 0
 PUBLIC_PEM = SigningKey(bytes(range(32))).public_key.to_pem()
@@ -71,3 +73,42 @@ def test_what_is_no_regular_file_is_refused_at_once(make: object, tmp_path: Path
             read_trusted_file(link)
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(path)
+
+
+@pytest.mark.parametrize(
+    ("owner", "mode", "user", "is_read_only", "expected"),
+    [
+        (0, 0o644, USER, False, True),
+        (0, 0o440, USER, True, True),
+        (USER, 0o644, USER, True, True),
+        (0, 0o644, 0, True, True),
+        (0, 0o644, 0, False, False),
+        (USER, 0o644, USER, False, False),
+        (OTHER, 0o644, USER, True, False),
+        (0, 0o664, USER, True, False),
+        (0, 0o646, USER, False, False),
+    ],
+)
+def test_secret_that_its_reader_cannot_change_may_be_readable(
+    owner: int, mode: int, user: int, is_read_only: bool, expected: bool
+) -> None:
+    assert is_given(status(owner, mode), user=user, is_read_only=is_read_only) is expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_secret_of_root_is_read_by_another_user_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    path.write_text("11" * 32)
+    path.chmod(0o644)
+    for folder in (tmp_path, *tmp_path.parents):
+        if folder.stat().st_uid == 0 and folder != Path("/"):
+            folder.chmod(folder.stat().st_mode | 0o011)
+    code = (
+        "import os, sys; from ckptmgr.crypto.keys.trusted_files import read_trusted_file; os.setgid(12345);"
+        "os.setuid(12345); print(len(read_trusted_file(sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, path], capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "64\n"
+    assert "can be used by others (mode 0644)" in done.stderr
