@@ -19,6 +19,7 @@ KIT_VENV ?= $(INTEROP_VENV)
 endif
 KIT_VENV ?= .venv-kit-$(FRAMEWORK)
 SUPPLY_VENV ?= .venv-supply
+OBJECTS_VENV ?= .venv-objects
 DOCS_VENV ?= .venv-docs
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -32,6 +33,7 @@ PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 HUB_PY := $(HUB_VENV)/bin/python
 KIT_PY := $(KIT_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
+OBJECTS_PY := $(OBJECTS_VENV)/bin/python
 DOCS_PY := $(DOCS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
@@ -84,6 +86,10 @@ $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing Hugging Face's libraries and Lightning into $(HUB_VENV) (about 1.5 GB)"
 	$(call make_venv,$(HUB_VENV),constraints.txt,hub)
+
+$(OBJECTS_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing obstore and a server of S3 into $(OBJECTS_VENV)"
+	$(call make_venv,$(OBJECTS_VENV),constraints.txt,objects)
 
 $(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing mkdocs into $(DOCS_VENV)"
@@ -177,6 +183,10 @@ providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing throu
 	$(PROVIDERS_PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
 	$(PROVIDERS_PY) -m coverage report --include="$$judged" --omit='tests/*' --fail-under=100
 
+.PHONY: objects
+objects: $(OBJECTS_VENV)/.stamp ## mirror, copy and prune in a real server of S3, and kill them between any two requests
+	@$(OBJECTS_PY) $(PYTEST) $(IN_PARALLEL) -m objects tests/objects $(PYTEST_ARGS)
+
 .PHONY: docs
 docs: $(DOCS_VENV)/.stamp ## build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
@@ -223,6 +233,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(OBJECTS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

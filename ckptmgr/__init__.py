@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from ckptmgr.policy.retention import plan
     from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
     from ckptmgr.policy.text import PolicyTextError, parse_policy
+    from ckptmgr.remote.mirror import Mirror
     from ckptmgr.series.candidates import Skipped
     from ckptmgr.state.global_random import GlobalRandom
     from ckptmgr.state.paths import StateMismatch
@@ -77,6 +78,7 @@ __all__ = [
     "GlobalRandom",
     "KeyProblem",
     "MemoryConfig",
+    "Mirror",
     "ModelCheckpoint",
     "Never",
     "Overhead",
@@ -137,6 +139,7 @@ _HOMES = {
     "GlobalRandom": "state.global_random",
     "KeyProblem": "core.errors",
     "MemoryConfig": "config.memory",
+    "Mirror": "remote.mirror",
     "ModelCheckpoint": "training.callback",
     "Never": "policy.save",
     "Overhead": "policy.save",

@@ -47,6 +47,8 @@ _COMMANDS = {
     "simulate": ("simulate", "Show what a retention policy would have kept."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
+    "copy": ("copy", "Copy checkpoints to an object store, or from one."),
+    "storage": ("storage", "Say what an object store guarantees."),
     "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),
     "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),

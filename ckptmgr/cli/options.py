@@ -19,6 +19,7 @@ import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite
+from ckptmgr.core.urls import is_url
 
 if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
@@ -34,10 +35,20 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def check_path(text: object) -> None:
-    """Raise UsageProblem for an empty path, or for a key in place of a path, which is not shown.
+    """Raise UsageProblem for an empty path, an address, or a key in place of a path, not shown.
 
     A shell makes an empty path of an unset variable, and it would mean the working directory.
     """
+    check_place(text)
+    if is_url(text):
+        raise UsageProblem(
+            "this command takes paths, and no address of an object store",
+            hint="fetch the checkpoint first: ckptmgr copy URL DIR",
+        )
+
+
+def check_place(text: object) -> None:
+    """Raise UsageProblem for what is neither a path nor an address; see `check_path`."""
     if text == "":
         raise UsageProblem("a path is empty", hint="write . for this directory")
     if isinstance(text, str) and is_misplaced_key(text):
@@ -59,7 +70,34 @@ class _Path(click.Path):
         return super().convert(value, param, ctx)
 
 
+class _Place(click.Path):
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        check_place(value)
+        if not is_url(value):
+            return super().convert(value, param, ctx)
+        from ckptmgr.remote.paths import UrlPath
+
+        return UrlPath(checked_address(os.fspath(value)))
+
+
+def checked_address(text: str) -> str:
+    """Return the address of an object store; raise UsageProblem for another one."""
+    from ckptmgr.remote.objects import checked_url
+
+    try:
+        return checked_url(text)
+    except ValueError as error:
+        raise UsageProblem(str(error), hint="see docs/object-stores.md") from None
+
+
 PATH = _Path(path_type=Path)
+PLACE = _Place(path_type=Path)
+"""A path, or the address of an object store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,9 +421,14 @@ def sources_in_environment(environment: Mapping[str, str] = os.environ) -> Seque
 
 
 def open_store(directory: Path, *, trust: Trust) -> Store:
-    """Return the store of a directory."""
+    """Return the store of a directory, or of an address."""
     from ckptmgr.store.store import Store
 
+    if is_url(directory):
+        from ckptmgr.remote.filesystem import remote_store
+        from ckptmgr.remote.objects import open_objects
+
+        return remote_store(open_objects(str(directory)), trust=trust)
     return Store(absolute(directory), trust=trust)
 
 

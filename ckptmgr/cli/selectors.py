@@ -18,6 +18,7 @@ from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
+from ckptmgr.core.urls import is_url
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import newest_first
@@ -88,7 +89,7 @@ def list_selected(
     Raises:
         CheckpointNotFound: There is no such directory.
     """
-    if not store.directory.is_dir():
+    if not is_url(store.directory) and not store.directory.is_dir():
         if store.directory.exists():
             raise CheckpointNotFound(
                 "not a directory",

@@ -72,7 +72,7 @@ class SaveStats:
         return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
-class _Outcome(Future[_T]):
+class Outcome(Future[_T]):
     """A future that cannot be cancelled: a save outlives the task that waits for it.
 
     A callback cannot end the saving thread, not even by sys.exit(). In a child process that is
@@ -98,7 +98,7 @@ class _Outcome(Future[_T]):
     def forget_parent(self) -> None:
         """Fail in a forked child, with new locks: a thread of the parent may hold the old ones."""
         process = self._process
-        _Outcome.__init__(self)
+        Outcome.__init__(self)
         self.set_exception(_saved_elsewhere(process))
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
@@ -143,13 +143,16 @@ class SaveHandle:
         stats: The cost so far.
         process: Id of the saving process. In its forked children the futures fail with
             RuntimeError.
+        mirrored: With a mirror: done when the checkpoint is uploaded; its result is the address,
+            its exception why it never will be. None without a mirror.
         asked_by: The saving thread, when `on_error` requested the save there; None otherwise.
     """
 
-    staged: Future[None] = field(default_factory=_Outcome)
-    durable: Future[Checkpoint] = field(default_factory=_Outcome)
+    staged: Future[None] = field(default_factory=Outcome)
+    durable: Future[Checkpoint] = field(default_factory=Outcome)
     stats: SaveStats = field(default_factory=SaveStats)
     process: int = field(default_factory=os.getpid)
+    mirrored: Future[str] | None = None
     asked_by: threading.Thread | None = None
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:

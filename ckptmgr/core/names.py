@@ -31,6 +31,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.urls import refuse_url
+
 FORMATS = ("ckpt", "safetensors")
 OPAQUE = "opaque"
 """The format of a container whose content is not a checkpoint."""
@@ -282,6 +284,7 @@ def check_directory(directory: object) -> Path:
         raise ValueError("The path is invalid, it should be non-blank.")
     if "\0" in directory:
         raise ValueError("The path is invalid, it should not contain a NUL character.")
+    refuse_url(directory)
     path = Path(os.path.realpath(directory))
     if len(str(path)) > MAX_DIRECTORY_CHARACTERS:
         raise ValueError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hmac
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -81,6 +81,45 @@ def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]
         for index, (one, expected) in enumerate(zip(found, digest.ranges, strict=True))
         if one != expected
     ]
+
+
+def checked_ranges(source: Source, digest: FileDigest, *, path: str) -> Iterator[bytes]:
+    """Yield the stored bytes of a source range by range, each read once and checked.
+
+    Unlike a `VerifyingSource` it yields the bytes that the digest leaves out, too: for copies.
+
+    Raises:
+        CorruptCheckpoint: The source does not match the digest; what was yielded before matches.
+    """
+    check_size(source.size, digest, path=path)
+    for index in range(len(digest.ranges)):
+        start = index * digest.range_bytes
+        data = bytearray(min(digest.range_bytes, digest.size_bytes - start))
+        source.read_into(start, memoryview(data))
+        check_range(data, digest, index, path=path)
+        yield bytes(data)
+
+
+def check_range(
+    data: bytes | bytearray | memoryview, digest: FileDigest, index: int, *, path: str
+) -> None:
+    """Raise ChecksumMismatch unless the stored bytes of one range match its digest."""
+    start = index * digest.range_bytes
+    blank = max(0, min(digest.blank_bytes - start, len(data)))
+    hasher = blake3(bytes(blank))
+    hasher.update(memoryview(data)[blank:])
+    _compare(hasher.digest(), digest.ranges[index], start, start + len(data), path=path)
+
+
+def _compare(found: bytes, expected: bytes, start: int, end: int, *, path: str) -> None:
+    if not hmac.compare_digest(found, expected):
+        raise ChecksumMismatch(
+            f"the bytes {start}..{end} do not match the digest in the manifest",
+            path=path,
+            offset=start,
+            hint="the file was damaged or replaced after it was saved; use an older checkpoint, or, if you "
+            "replaced it on purpose, remove its .manifest.json",
+        )
 
 
 class _Blanked:
@@ -219,14 +258,8 @@ class RangeReader:
         Raises:
             ChecksumMismatch: It differs.
         """
-        if not hmac.compare_digest(self._hasher.digest(), self._expected):
-            raise ChecksumMismatch(
-                f"the bytes {self._start}..{self._offset} do not match the digest in the manifest",
-                path=self._path,
-                offset=self._start,
-                hint="the file was damaged or replaced after it was saved; use an older checkpoint, or, if you "
-                "replaced it on purpose, remove its .manifest.json",
-            )
+        found = self._hasher.digest()
+        _compare(found, self._expected, self._start, self._offset, path=self._path)
 
 
 def check_size(size_bytes: int, digest: FileDigest, *, path: str) -> None:

@@ -10,6 +10,10 @@
 | `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
 | `load`, `resume`, `verify` | afterwards | resume: skipped, starts; skipped checkpoints and why |
 | `prune` | checkpoints were removed, or should have been | kept, dropped, freed_bytes |
+| `mirror` | an upload to the mirror ended | its address |
+| `mirror.skipped` | a checkpoint is never uploaded | why |
+| `mirror.pruned` | the policy of the mirror removed checkpoints there | dropped, freed_bytes |
+| `mirror.unfinished` | the run ended before all uploads | left |
 | `lease.taken_over` | the leftovers of a dead writer were cleaned up | actions |
 | `forecast` | a shortage of space, time or memory is expected | hint |
 
@@ -30,7 +34,17 @@ from ckptmgr.core.model import Checkpoint
 
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 
-MOMENTS = frozenset({"save.started", "save.staged", "lease.taken_over", "forecast"})
+MOMENTS = frozenset(
+    {
+        "save.started",
+        "save.staged",
+        "lease.taken_over",
+        "forecast",
+        "mirror.skipped",
+        "mirror.pruned",
+        "mirror.unfinished",
+    }
+)
 """Events that do not end an operation, so their durations must not be added up."""
 
 

@@ -253,6 +253,11 @@ class SeriesWriter:
         self.starts_anew = True
 
     @property
+    def has_saved(self) -> bool:
+        """Whether this run has committed a checkpoint."""
+        return self._last_saved is not None
+
+    @property
     def own_runs(self) -> frozenset[str]:
         """This run and the runs that it continues."""
         return frozenset((self.run_id, *self.parent_run_ids)) - {""}

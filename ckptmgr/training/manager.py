@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
@@ -66,6 +67,7 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.parallel.layout import ParallelLayout
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.policy.forecast import Forecast
+    from ckptmgr.remote.mirror import Mirror, MirrorUploads
     from ckptmgr.training.resume import Resumption
 
 
@@ -104,6 +106,9 @@ class CheckpointManager:
         context: Parallel settings under MindSpore's names (see `docs/mindspore.md`): a rank of
             several without a coordinator saves into `rank_N` of the directory, and strategy files
             give and get the layout. Default: the context that `set_auto_parallel_context` set.
+        mirror: An object store that gets a copy of each checkpoint, uploaded in the background: an
+            address such as `s3://bucket/run`, or a `Mirror` with a retention policy of its own.
+            `resume` downloads its newest checkpoint where none is here. Not with a coordinator.
         grace: Seconds between the signal that announces the end of the process and its end, for
             `should_stop`; None to stop at once.
         fs: The disk.
@@ -136,12 +141,13 @@ class CheckpointManager:
         balance: Balance = "bytes",
         context: AutoParallelContext | None = None,
         grace: float | None = None,
+        mirror: Mirror | str | None = None,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
-        place, checked = check_directory(directory), check_config(config)
+        given, checked = check_directory(directory), check_config(config)
         team = team_for(
             checked,
             coordinator=coordinator,
@@ -151,7 +157,7 @@ class CheckpointManager:
             balance=balance,
             context=context,
         )
-        place = check_directory(team.own_directory(place))
+        place = check_directory(team.own_directory(given))
         check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
         policy = save_policy if save_policy is not None else checked.save_policy()
         self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
@@ -203,6 +209,7 @@ class CheckpointManager:
         self._catalog = Catalog(
             self._reader, writer=self._writer, engine=self._engine, observers=parts.observers
         )
+        self._mirror = None if mirror is None else self._uploads_to(mirror, below=given)
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
         )
@@ -220,6 +227,9 @@ class CheckpointManager:
         allow_bare: bool = False,
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
+
+        With a mirror, where none is here, the newest one of the mirror is downloaded first;
+        `fetched_from` of the result says so.
 
         Where several runs share the series, it is that of the run that saved last; but a run that
         neither resumed nor asked for a new start gives way to one that reached a later step.
@@ -276,12 +286,16 @@ class CheckpointManager:
                     past=self._past,
                     data=self._data,
                     allow_bare=allow_bare,
+                    fetch=None if self._mirror is None else self._mirror.fetch_newest,
                 )
+            if self._mirror is not None:
+                self._mirror.catch_up()
             if found.checkpoint is not None:
                 facts |= about(found.checkpoint)
             facts["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
             doubts = () if found.doubt is None else (found.doubt,)
-            facts["notes"] = (*notes_of(found.skipped), *doubts)
+            fetched = () if found.fetched_from is None else (f"took {found.fetched_from}",)
+            facts["notes"] = (*notes_of(found.skipped), *doubts, *fetched)
         return found
 
     @property
@@ -407,7 +421,7 @@ class CheckpointManager:
         with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
             handle = self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
         self._preemption.saved(handle)
-        return handle
+        return handle if handle is None or self._mirror is None else self._mirror.follow(handle)
 
     def before_update(self) -> None:
         """Wait until the state of the last save is copied; call it before an in-place change.
@@ -429,6 +443,9 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the saves in flight and release the lease of the series; a save takes it again.
 
+        With a mirror, also wait for the uploads, up to its limit; a warning and the event
+        `mirror.unfinished` name those that are left.
+
         Raises:
             BaseException: A save failed in the background, and its error was not raised yet.
         """
@@ -439,6 +456,8 @@ class CheckpointManager:
             self._past.recent.close()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
+            if self._mirror is not None:
+                self._mirror.close()
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first."""
@@ -613,6 +632,21 @@ class CheckpointManager:
             self.close()
         except Exception as failure:
             add_note(error, f"ckptmgr: a save in the background failed: {failure}")
+
+    def _uploads_to(self, mirror: Mirror | str, *, below: Path) -> MirrorUploads:
+        from ckptmgr.remote.mirror import MirrorUploads, mirror_of
+
+        if not self._is_alone:
+            raise ValueError(
+                "mirror has no effect with a coordinator: many ranks write one checkpoint; upload it beside the run with "
+                "ckptmgr copy SEL URL"
+            )
+        return MirrorUploads(
+            mirror_of(mirror, self.directory.relative_to(below)),
+            self._writer,
+            observers=self._observers,
+            clock=self._clock,
+        )
 
     def _save_last_step(self) -> None:
         past = self._past

@@ -12,9 +12,9 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint
@@ -41,6 +41,9 @@ from ckptmgr.store.store import Store
 from ckptmgr.training.data_state import DataState
 from ckptmgr.training.history import RunPast
 
+if TYPE_CHECKING:
+    from ckptmgr.remote.fallback import Fetched
+
 _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 4096  # of the file of starts
 _MANY_STARTS = 3
@@ -63,6 +66,8 @@ class Resumption:
             included.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
+        fetched_from: Address of the checkpoint in the mirror, if it was downloaded because there was
+            none here; else None.
         doubt: Why the genuine checkpoint is probably an older file under its name, or of another
             run; which newer checkpoint may return, because its data is missing or the disk cannot
             read it; or which other run in the series saved later or reaches a later step; or None.
@@ -78,6 +83,7 @@ class Resumption:
     starts: int = 1
     kept: tuple[str, ...] = ()
     doubt: str | None = None
+    fetched_from: str | None = None
 
     @classmethod
     def fresh(
@@ -98,6 +104,7 @@ class Resumption:
         starts: int = 1,
         doubt: str | None = None,
         kept: Sequence[str] = (),
+        fetched_from: str | None = None,
     ) -> Self:
         """Return the resumption from a checkpoint."""
         return cls(
@@ -111,6 +118,7 @@ class Resumption:
             starts=starts,
             doubt=doubt,
             kept=tuple(kept),
+            fetched_from=fetched_from,
         )
 
     def __repr__(self) -> str:
@@ -126,6 +134,7 @@ class Resumption:
             starts=self.starts,
             kept=self.kept,
             doubt=self.doubt,
+            fetched_from=self.fetched_from,
         )
 
     @property
@@ -287,20 +296,28 @@ def resume_state(
     past: RunPast,
     data: DataState,
     allow_bare: bool = False,
+    fetch: Callable[[], Fetched | None] | None = None,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
-    `past` is reset to its step, and `data` to where the loaders stood.
+    `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads the newest
+    checkpoint of the mirror, for a run that has none here.
     """
     started = time.perf_counter()
     writer.prepare()
     _check_storable(state, writer)
     found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
+    skipped, fetched = found.skipped, None
+    if found.newest is None and fetch is not None:
+        fetched = fetch()
+        if fetched is not None:
+            skipped = (*skipped, *fetched.skipped)
+            found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
     if found.newest is None:
         writer.start_anew()
         past.start_fresh()
         data.forget()
-        return Resumption.fresh(state, skipped=found.skipped, doubt=found.doubt)
+        return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.all_prepared():
         restore_data = data.plan_restore(loaded.data)
@@ -321,10 +338,11 @@ def resume_state(
     return Resumption.at(
         checkpoint,
         restored,
-        skipped=found.skipped,
+        skipped=skipped,
         starts=starts,
         doubt=found.doubt,
         kept=loaded.kept,
+        fetched_from=None if fetched is None else fetched.url,
     )
 
 

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr copy`: checkpoints to an object store, or from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, report
+from ckptmgr.cli.render import Output
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.core.urls import is_url
+from ckptmgr.formats.strict_json import Json
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.selectors import Selected
+    from ckptmgr.core.trust import Trust
+
+
+class _Copied(NamedTuple):
+    selected: Selected
+    target: Path
+    is_new: bool
+
+
+@options.command(
+    "copy",
+    examples=(
+        "copy latest s3://bucket/run --dir runs/a",
+        "copy runs/a s3://bucket/run",
+        "copy s3://bucket/run runs/a",
+        "copy latest runs/a --dir s3://bucket/run",
+    ),
+)
+@click.argument("selector", metavar="SEL")
+@click.argument("target", metavar="TARGET", type=options.PLACE)
+@click.option(
+    "--dir",
+    "directory",
+    type=options.PLACE,
+    default=Path(),
+    help="Where steps, latest, best:... and @pinned are looked up; may be a URL.  [default: .]",
+)
+@options.series_option
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def copy_command(
+    ctx: click.Context,
+    selector: str,
+    target: Path,
+    directory: Path,
+    series: str | None,
+    given_trust: options.GivenTrust,
+) -> int:
+    """Copy checkpoints to an object store, or from one.
+
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; a
+    directory or a URL means all in it. Either SEL (or --dir) or TARGET is a URL: s3://bucket/run,
+    gs://bucket/run or az://account/container/run. Every byte is compared with the digests; encrypted
+    files stay encrypted, and need no key. A checkpoint is there whole or not at all. What is there
+    already stays, so doing the same again finishes an interrupted copy. -q prints the copies.
+    """
+    trust = given_trust.load()
+    is_download = is_url(selector) or is_url(directory)
+    if is_download == is_url(target):
+        raise UsageProblem(
+            "copy goes from a directory to an object store, or back",
+            hint="between two stores, copy by way of a directory; cp copies between directories"
+            if is_download
+            else "give a URL, such as s3://bucket/run; cp copies between directories",
+        )
+    output = render.make_output(ctx, target)
+    if is_download:
+        selected = _selected_there(selector, directory, trust, series)
+        copy = partial(_download, target=target, trust=trust)
+    else:
+        from ckptmgr.cli.selectors import select
+
+        opener = partial(options.open_store, trust=trust)
+        selected = select([selector], directory, opener, series=series)
+        copy = partial(_upload, target=target)
+    failures: list[Exception] = []
+    started = time.perf_counter()
+    done = [
+        one for one in (_copied(output, copy, one, failures) for one in selected) if one is not None
+    ]
+    _show(output, done, failed=len(failures), elapsed_s=time.perf_counter() - started)
+    if not failures:
+        return Exit.DONE
+    return Exit.PARTLY if done else code_of(failures[0])
+
+
+def _selected_there(
+    selector: str, directory: Path, trust: Trust, series: str | None
+) -> list[Selected]:
+    from ckptmgr.cli.selectors import Selected, list_selected, select
+
+    opener = partial(options.open_store, trust=trust)
+    if not is_url(selector):
+        return select([selector], directory, opener, series=series)
+    from ckptmgr.remote.paths import UrlPath
+
+    address = UrlPath(options.checked_address(selector))
+    store = opener(address)
+    found = list_selected(store, series=series)
+    if not found:  # the address of one checkpoint
+        store = opener(address.parent)
+        present = list_selected(store, series=series)
+        found = [one for one in present if one.name == address.name]
+    if not found:
+        raise CheckpointNotFound("no checkpoint is there", path=selector)
+    return [Selected(store=store, checkpoint=one) for one in found]
+
+
+def _copied(
+    output: Output,
+    copy: Callable[[Selected], _Copied],
+    one: Selected,
+    failures: list[Exception],
+) -> _Copied | None:
+    checkpoint = one.checkpoint
+    try:
+        with output.progress(checkpoint.name, checkpoint.size_bytes):
+            done = copy(one)
+    except (CkptmgrError, OSError) as error:
+        failures.append(error)
+        report(error, as_json=output.is_json)
+        return None
+    if output.is_text:
+        arrow = "→" if output.has_unicode else "->"
+        what = f"{checkpoint.path} {arrow} {done.target}  {render.size(checkpoint.size_bytes)}"
+        output.line(what if done.is_new else f"{what}, was there already")
+    return done
+
+
+def _upload(one: Selected, *, target: Path) -> _Copied:
+    from ckptmgr.remote.directory import RemoteDirectory
+    from ckptmgr.remote.objects import open_objects
+
+    if one.checkpoint.is_bare:
+        raise CheckpointNotFound(
+            "has no manifest, without which an object store holds no checkpoint",
+            path=one.checkpoint.path,
+            hint="upload the file itself with the tool of the store",
+        )
+    directory = RemoteDirectory(open_objects(str(target)), clock=time.time)
+    is_new = directory.upload(one.store, one.checkpoint.name)
+    return _Copied(one, target / one.checkpoint.name, is_new)
+
+
+def _download(one: Selected, *, target: Path, trust: Trust) -> _Copied:
+    from ckptmgr.remote.directory import RemoteDirectory
+    from ckptmgr.remote.download import download
+    from ckptmgr.remote.objects import open_objects
+
+    there = RemoteDirectory(open_objects(str(one.store.directory)), clock=time.time)
+    here = options.open_store(target, trust=trust)
+    path = here.directory / one.checkpoint.name
+    is_new = not path.exists() and here.look(path.name) is None
+    with here.lease(one.checkpoint.series):
+        download(there, one.checkpoint.name, here)
+    return _Copied(one, path, is_new)
+
+
+def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: float) -> None:
+    if output.is_json:
+        items: list[dict[str, Json]] = [
+            {
+                **render.checkpoint_json(one.selected.checkpoint),
+                "target": str(one.target),
+                "outcome": "copied" if one.is_new else "present",
+            }
+            for one in done
+        ]
+        new = [one.selected.checkpoint.size_bytes for one in done if one.is_new]
+        summary: dict[str, Json] = {
+            "copied": len(new),
+            "present": len(done) - len(new),
+            "failed": failed,
+            "size_bytes": sum(new),
+            "elapsed_s": elapsed_s,
+        }
+        output.result(items, summary)
+    elif output.is_quiet:
+        output.paths([one.target for one in done])

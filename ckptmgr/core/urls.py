@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of object stores, and the refusal of one where only a path works."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import NoReturn
+
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+"""Schemes that a mirror, `copy` and the commands for object stores take."""
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_COLLAPSED = re.compile(r"(s3|gs|az):/(?!/)")  # a Path joins the two slashes
+
+
+def is_url(path: object) -> bool:
+    """Return whether a text or path is the address of an object store or of another service.
+
+    >>> is_url("s3://bucket/run"), is_url("runs/a")
+    (True, False)
+    """
+    if isinstance(path, os.PathLike):
+        path = os.fspath(path)
+    return isinstance(path, str) and bool(_URL.match(path) or _COLLAPSED.match(path))
+
+
+def url_without_path(path: object) -> ValueError:
+    """Return the error for an address in the place of a local path."""
+    return ValueError(
+        f"{_shown(path)} is the address of an object store, and a path on this machine is wanted; "
+        "keep the checkpoints in a local directory and upload them with "
+        "CheckpointManager(directory, mirror=URL), or copy them with ckptmgr copy SEL URL and ckptmgr copy URL DIR"
+    )
+
+
+def refuse_url(path: object) -> None:
+    """Raise ValueError for an address in the place of a local path; see `url_without_path`."""
+    if is_url(path):
+        _refuse(path)
+
+
+def _refuse(path: object) -> NoReturn:
+    raise url_without_path(path)
+
+
+def _shown(path: object) -> str:
+    text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
+    # What is before an @ may be a password.
+    return re.sub(r"//[^/@]*@", "//...@", str(text))

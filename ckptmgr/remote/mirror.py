@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mirror of a run in an object store: uploads in a thread of its own, and the way back.
+
+A save does not wait for its upload. The newest checkpoint goes first; an older one that local
+retention removes meanwhile, or that is one too many in the queue, is not uploaded, and the event
+`mirror.skipped` and the handle of its save say so. A failed upload is tried again, after pauses
+that double, and never stops the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import PurePath
+
+from ckptmgr.core.arguments import checked_interval
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
+from ckptmgr.core.forks import reset_in_child
+from ckptmgr.core.handle import Outcome, SaveHandle
+from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.observe.events import Facts, about
+from ckptmgr.observe.observers import Observers
+from ckptmgr.policy.retention import plan, without_unranked
+from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.remote.fallback import Fetched, fetch_newest
+from ckptmgr.remote.filesystem import remote_store
+from ckptmgr.remote.objects import Objects, checked_url, open_objects
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.store import Store
+
+_LOG = logging.getLogger(__name__)
+_LONGEST_PAUSE_S = 60.0
+_MOST_FAILURES_AT_CLOSE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """An object store that gets a copy of each checkpoint of a run.
+
+    Attributes:
+        url: The address: `s3://bucket/run`, `gs://bucket/run` or `az://account/container/run`; for
+            tests `file:///folder`, and `memory://name` in one process.
+        keep: What to keep there, as text such as `last(3) | every(1000)`; None removes nothing.
+        queue: Most checkpoints that wait for their upload; of more the oldest are skipped.
+        close_timeout_s: How long the end of the run waits for uploads, in seconds.
+        retry_s: Pause before a failed upload is tried again, in seconds; it doubles up to a minute.
+    """
+
+    url: str
+    _: KW_ONLY
+    keep: RetentionPolicy | str | None = None
+    queue: int = 8
+    close_timeout_s: float = 600.0
+    retry_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            TypeError, ValueError: One of them is unusable.
+        """
+        object.__setattr__(self, "url", checked_url(self.url))
+        if isinstance(self.keep, str):
+            object.__setattr__(self, "keep", parse_policy(self.keep))
+        checked_interval("queue", self.queue)
+        for name in ("close_timeout_s", "retry_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name} of a Mirror is a number of seconds, but got {value!r}")
+
+    @property
+    def policy(self) -> RetentionPolicy | None:
+        """What to keep there."""
+        return parse_policy(self.keep) if isinstance(self.keep, str) else self.keep
+
+
+def mirror_of(mirror: Mirror | str, below: PurePath) -> Mirror:
+    """Return the mirror of a directory below that of the run, such as the one of a rank.
+
+    Raises:
+        TypeError, ValueError: It is neither a Mirror nor an address.
+    """
+    given = mirror if isinstance(mirror, Mirror) else Mirror(mirror)
+    return given if not below.parts else replace(given, url=f"{given.url}/{below.as_posix()}")
+
+
+@dataclass(slots=True, eq=False)
+class _Upload:
+    checkpoint: Checkpoint
+    done: Future[str] = field(default_factory=Outcome)
+
+
+class MirrorUploads:
+    """Uploads the checkpoints of one series to a mirror.
+
+    `clock` returns seconds since the epoch; `objects` replaces those of the address.
+    """
+
+    def __init__(
+        self,
+        mirror: Mirror,
+        writer: SeriesWriter,
+        *,
+        observers: Observers,
+        clock: Callable[[], float],
+        objects: Objects | None = None,
+    ) -> None:
+        self.url = mirror.url
+        self._mirror = mirror
+        self._writer = writer
+        here = writer.store  # another one, because its listing in memory is not for other threads
+        self._store = Store(here.directory, fs=here.fs, trust=here.trust)
+        self._observers = observers
+        self._clock = clock
+        self._objects = open_objects(mirror.url) if objects is None else objects
+        self.directory = RemoteDirectory(self._objects, clock=clock)
+        self.listing = remote_store(self._objects, trust=writer.store.trust)
+        self._is_of_parent = False
+        self._reset()
+        reset_in_child(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Upload] = []
+        self._missing: list[_Upload] = []  # of earlier runs: after those of this one
+        self._current: _Upload | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._has_to_catch_up = False
+        self._failures = 0
+
+    def forget_parent(self) -> None:
+        """Upload nothing in a forked child: its parent does, and the library has no threads here."""
+        self._reset()
+        self._is_of_parent = True
+
+    def follow(self, handle: SaveHandle) -> SaveHandle:
+        """Upload what a save commits; return its handle with the future of the upload."""
+        if self._is_of_parent:
+            return handle
+        done: Future[str] = Outcome()
+
+        def saved(durable: Future[Checkpoint]) -> None:
+            error = durable.exception()
+            if error is None:
+                self._add(_Upload(durable.result(), done))
+            else:
+                done.set_exception(error)
+
+        handle.durable.add_done_callback(saved)
+        return replace(handle, mirrored=done)
+
+    def catch_up(self) -> None:
+        """Upload what an earlier run of this series has saved, but not uploaded."""
+        if self._is_of_parent:
+            return
+        with self._changed:
+            self._has_to_catch_up = True
+            self._start()
+
+    def fetch_newest(self) -> Fetched | None:
+        """Download the newest checkpoint of the series; see `fallback.fetch_newest`."""
+        return fetch_newest(
+            self.directory, self.listing, self._writer.store, series=self._writer.series
+        )
+
+    def close(self) -> list[str]:
+        """Wait for the uploads, up to the limit of the mirror; return the names of the others."""
+        if self._writer.has_saved:
+            self.catch_up()  # a save in an emergency has no handle that was followed
+        with self._changed:
+            thread, self._is_closing = self._thread, True
+            self._changed.notify_all()
+        if thread is not None:
+            thread.join(self._mirror.close_timeout_s)
+        with self._changed:
+            queued = (*self._missing, *self._waiting, self._current)
+            left = [one for one in queued if one is not None]
+            self._waiting, self._missing, self._thread, self._is_closing = [], [], None, False
+        for one in left:
+            self._fail(one, SaveFailed("the run ended before it was uploaded"))
+        names = [one.checkpoint.name for one in left]
+        if names:
+            _LOG.warning(
+                "%s: not uploaded when the run ended: %s; the next run with this mirror uploads what is here, or "
+                "ckptmgr copy does",
+                self.url,
+                ", ".join(names),
+            )
+            self._observers.emit(
+                "mirror.unfinished",
+                path=self._writer.store.directory,
+                series=self._writer.series,
+                figures={"left": len(names)},
+                notes=tuple(f"not uploaded: {name}" for name in names),
+            )
+        return names
+
+    def _add(self, upload: _Upload) -> None:
+        with self._changed:
+            self._waiting.append(upload)
+            skipped = self._waiting[: -self._mirror.queue]
+            del self._waiting[: -self._mirror.queue]
+            self._start()
+        for one in skipped:
+            self._skip(one, f"{self._mirror.queue} newer ones were waiting for their upload")
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckptmgr-mirror", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _run(self) -> None:
+        me = threading.current_thread()
+        while self._thread is me:
+            with self._changed:
+                while self._is_idle(me):
+                    self._changed.wait()
+                if self._is_over(me):
+                    return
+                has_to_catch_up, self._has_to_catch_up = self._has_to_catch_up, False
+                upload = None
+                queue = self._waiting or self._missing
+                if not has_to_catch_up and queue:
+                    upload = self._current = queue.pop()
+            try:
+                if has_to_catch_up:
+                    self._find_missing()
+                elif upload is not None:
+                    self._carry_out(upload)
+                self._failures = 0
+            except Exception as error:  # a mirror must not end the training, whatever it meets
+                self._retry_later(upload, error)
+            finally:
+                with self._changed:
+                    if self._thread is me:
+                        self._current = None
+
+    def _is_idle(self, me: threading.Thread) -> bool:
+        return self._thread is me and not (self._has_work() or self._is_closing)
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._missing or self._has_to_catch_up)
+
+    def _is_over(self, me: threading.Thread) -> bool:
+        if self._thread is not me:
+            return True
+        is_hopeless = self._failures >= _MOST_FAILURES_AT_CLOSE
+        return self._is_closing and (is_hopeless or not self._has_work())
+
+    def _carry_out(self, upload: _Upload) -> None:
+        one, store = upload.checkpoint, self._store
+        started = time.perf_counter()
+        try:
+            is_new = self.directory.upload(store, one.name)
+        except FileNotFoundError as error:
+            now = store.look(one.name)
+            if now is not None and now.id == one.id:
+                raise
+            del error
+            self._skip(upload, "it was removed here before its upload")
+            return
+        except CkptmgrError as error:  # the next attempt would meet the same
+            _LOG.warning("%s is not uploaded to %s: %s", one.path, self.url, error)
+            self._emit_failure(one, error)
+            self._fail(upload, error)
+            return
+        note = f"uploaded to {self.url}" if is_new else f"was there already: {self.url}"
+        seconds = time.perf_counter() - started
+        self._observers.emit("mirror", **about(one) | Facts(seconds=seconds, notes=(note,)))
+        if not upload.done.done():
+            upload.done.set_result(f"{self.url}/{one.name}")
+        self._retain(one)
+
+    def _retry_later(self, upload: _Upload | None, error: Exception) -> None:
+        self._failures += 1
+        pause_s = min(self._mirror.retry_s * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        if upload is not None and not upload.done.done():
+            self._emit_failure(upload.checkpoint, error)
+        if self._failures == 1:
+            what = "the mirror" if upload is None else upload.checkpoint.name
+            _LOG.warning("%s: %s failed, and is tried again: %s", self.url, what, error)
+        with self._changed:
+            if self._thread is not threading.current_thread():
+                return
+            if upload is None:
+                self._has_to_catch_up = True
+            elif not upload.done.done():
+                self._waiting.append(upload)
+                self._waiting.sort(key=lambda one: one.checkpoint.order)
+            self._current = None
+            self._changed.wait(pause_s)
+
+    def _emit_failure(self, one: Checkpoint, error: Exception) -> None:
+        self._observers.emit("mirror", error, **about(one) | Facts(notes=(f"to {self.url}",)))
+
+    def _skip(self, upload: _Upload, why: str) -> None:
+        one = upload.checkpoint
+        _LOG.warning("%s is not uploaded to %s: %s", one.name, self.url, why)
+        self._observers.emit("mirror.skipped", **about(one) | Facts(notes=(why,)))
+        self._fail(upload, CheckpointNotFound(f"not uploaded: {why}", path=one.path))
+
+    @staticmethod
+    def _fail(upload: _Upload, error: Exception) -> None:
+        if not upload.done.done():
+            upload.done.set_exception(error)
+
+    def _own(self, present: list[Checkpoint]) -> list[Checkpoint]:
+        runs = self._writer.own_runs
+        return [one for one in present if one.run_id in runs and one.series == self._writer.series]
+
+    def _find_missing(self) -> None:
+        """Add what is here and whole, but not there, as far as the policy of the mirror keeps it."""
+        there = set(self.directory.names())
+        with self._changed:
+            there |= {one.checkpoint.name for one in self._waiting}
+        here = self._own(self._store.scan())
+        missing = [one for one in here if one.state is State.OK and one.name not in there]
+        policy = self._mirror.policy
+        if policy is not None and missing:
+            kept = self._plan([*self._own(self.listing.scan()), *missing], policy).kept
+            missing = [one for one in missing if one in kept]
+        with self._changed:
+            missing.sort(key=lambda one: one.order)
+            self._missing = [_Upload(one) for one in missing]
+
+    def _plan(self, own: list[Checkpoint], policy: RetentionPolicy) -> Plan:
+        applied, _ = without_unranked(own, policy)
+        newest = max(own, key=lambda one: one.order)
+        protected = {newest.path: "uploaded last"}
+        return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
+
+    def _retain(self, uploaded: Checkpoint) -> None:
+        """Apply the policy of the mirror after an upload; a failure is logged."""
+        policy = self._mirror.policy
+        if policy is None:
+            return
+        try:
+            own = self._own(self.listing.scan())
+            if not any(one.id == uploaded.id and one.is_countable for one in own):
+                return
+            dropped = self._plan(own, policy).dropped
+            self.directory.remove(dropped)
+            self.directory.sweep()
+        except (CkptmgrError, OSError) as error:
+            _LOG.warning("%s: retention: %s", self.url, error)
+            self._observers.emit("mirror", error, series=self._writer.series, notes=("retention",))
+            return
+        if dropped:
+            notes = tuple(f"dropped {self.url}/{one.name}" for one in dropped)
+            figures = {"dropped": len(dropped), "freed_bytes": sum(d.size_bytes for d in dropped)}
+            self._observers.emit(
+                "mirror.pruned", series=self._writer.series, figures=figures, notes=notes
+            )

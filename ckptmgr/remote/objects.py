@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The requests to an object store: a Protocol, and its implementation by obstore.
+
+Errors are those of the operating system, so that callers decide as they do for disks:
+FileNotFoundError, FileExistsError, PermissionError, and ConnectionError for every other failure,
+after which the state of the object is not known.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.urls import SCHEMES
+
+_ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
+_RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+_PART_BYTES = 16 << 20
+_MOST_PARTS = 9000  # S3 allows 10,000
+_PARTS_IN_FLIGHT = 4  # times _PART_BYTES of memory
+_memory_stores: dict[str, Any] = {}
+
+
+class StoredObject(NamedTuple):
+    """An object: its key below the prefix, its size, when it was written, its version if it has one."""
+
+    key: str
+    size_bytes: int
+    modified_at: datetime
+    version: str | None = None
+
+
+class Objects(Protocol):
+    """The requests to the objects below one prefix."""
+
+    @property
+    def url(self) -> str:
+        """The address of the prefix, without a slash at its end."""
+        ...
+
+    def put(self, key: str, pieces: Iterable[bytes], size_bytes: int) -> None:
+        """Write an object from its pieces, replacing any other; it appears whole or not at all."""
+        ...
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a small object in one request; raise FileExistsError if the key is taken."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return the bytes of a small object."""
+        ...
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """Return a range of the bytes of an object."""
+        ...
+
+    def find(self, key: str) -> StoredObject | None:
+        """Return size and time of an object, or None where there is none."""
+        ...
+
+    def list(self, folder: str = "") -> list[StoredObject]:
+        """Return the objects in a folder and below it; for `""` only those in no folder."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; those that are gone are no error."""
+        ...
+
+
+def checked_url(url: object) -> str:
+    """Return an address without the slash at its end.
+
+    Raises:
+        TypeError, ValueError: It is no address of an object store.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"the address of an object store is a string, but got {url!r}")
+    found = _ADDRESS.fullmatch(url)
+    wanted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+    if found is None or found["scheme"] not in SCHEMES:
+        raise ValueError(
+            f"{_without_secrets(url)!r} is no address of an object store; write {wanted} and the place, such as "
+            "s3://bucket/run, without ? and #; an endpoint of your own is named by AWS_ENDPOINT_URL"
+        )
+    if "@" in found["host"]:
+        raise ValueError(
+            "the address has a user or a password (not shown): credentials come from the environment, such as "
+            "AWS_ACCESS_KEY_ID, or from the machine's role"
+        )
+    if not found["host"] and found["scheme"] not in ("file", "memory"):
+        raise ValueError(f"{url!r} names no bucket; write {found['scheme']}://bucket/run")
+    if any(part in ("", ".", "..") for part in found["path"].strip("/").split("/")[:-1]):
+        raise ValueError(f"{url!r} has an empty part, . or .. in its path")
+    return url.rstrip("/") if found["path"] != "/" or found["host"] else url
+
+
+def _without_secrets(url: str) -> str:
+    return re.sub(r"//[^/@]*@", "//...@", url).partition("?")[0]
+
+
+def open_objects(url: str) -> Objects:
+    """Return the objects below an address; nothing is requested yet.
+
+    Raises:
+        TypeError, ValueError: It is no address of an object store.
+        CkptmgrError: obstore is not installed, or refuses its configuration.
+    """
+    url = checked_url(url)
+    obstore = _library(url)
+    stores = obstore.store
+    found = _ADDRESS.fullmatch(url)
+    scheme = "" if found is None else found["scheme"]
+    if scheme == "memory":
+        return ObstoreObjects(url, _memory_stores.setdefault(url, stores.MemoryStore()))
+    if scheme == "file":
+        place = Path(url.removeprefix("file://"))
+        return ObstoreObjects(url, stores.LocalStore(prefix=place, mkdir=True))
+    try:
+        return ObstoreObjects(url, stores.from_url(url, retry_config=_RETRIES))
+    except (obstore.exceptions.BaseError, ValueError) as error:
+        raise CkptmgrError(_first_line(error), path=url) from error
+
+
+def _library(url: str) -> Any:
+    try:
+        import obstore
+    except ModuleNotFoundError:
+        raise CkptmgrError(
+            "object stores need obstore", path=url, hint="pip install 'ckptmgr[s3]'"
+        ) from None
+    return obstore
+
+
+class ObstoreObjects:
+    """The objects below one prefix, by obstore."""
+
+    def __init__(self, url: str, store: Any) -> None:
+        self.url = url
+        self._store = store
+        self._obstore = _library(url)
+
+    def put(self, key: str, pieces: Iterable[bytes], size_bytes: int) -> None:
+        """Write an object from its pieces, replacing any other; several parts are sent at a time."""
+        part_bytes = max(_PART_BYTES, -(-size_bytes // _MOST_PARTS))
+        with self._errors(key):
+            self._obstore.put(
+                self._store,
+                key,
+                iter(pieces),
+                use_multipart=size_bytes > part_bytes,
+                chunk_size=part_bytes,
+                max_concurrency=_PARTS_IN_FLIGHT,
+            )
+
+    def create(self, key: str, data: bytes) -> None:
+        """Write a small object in one request; raise FileExistsError if the key is taken."""
+        with self._errors(key):
+            self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
+
+    def get(self, key: str) -> bytes:
+        """Return the bytes of a small object."""
+        with self._errors(key):
+            return bytes(self._obstore.get(self._store, key).bytes())
+
+    def read(self, key: str, offset: int, length: int) -> bytes:
+        """Return a range of the bytes of an object."""
+        if not length:
+            return b""
+        with self._errors(key):
+            return bytes(self._obstore.get_range(self._store, key, start=offset, length=length))
+
+    def find(self, key: str) -> StoredObject | None:
+        """Return size and time of an object, or None where there is none."""
+        try:
+            with self._errors(key):
+                return self._stored(self._obstore.head(self._store, key))
+        except FileNotFoundError:
+            return None
+
+    def list(self, folder: str = "") -> list[StoredObject]:
+        """Return the objects in a folder and below it; for `""` only those in no folder."""
+        with self._errors(folder):
+            if not folder:
+                found = self._obstore.list_with_delimiter(self._store)["objects"]
+                return [self._stored(one) for one in found]
+            chunks = self._obstore.list(self._store, prefix=folder)
+            return [self._stored(one) for chunk in chunks for one in chunk]
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Remove objects; those that are gone are no error."""
+        if not keys:
+            return
+        try:
+            with self._errors(keys[0]):
+                self._obstore.delete(self._store, list(keys))
+        except FileNotFoundError:
+            if len(keys) > 1:  # a local folder stops at the first that is gone
+                for key in keys:
+                    self.delete([key])
+
+    @staticmethod
+    def _stored(meta: Any) -> StoredObject:
+        return StoredObject(meta["path"], meta["size"], meta["last_modified"], meta.get("version"))
+
+    @contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        errors = self._obstore.exceptions
+        place = f"{self.url}/{key}"
+        try:
+            yield
+        except (errors.NotFoundError, FileNotFoundError) as error:
+            raise FileNotFoundError(errno.ENOENT, "no such object or bucket", place) from error
+        except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
+            raise FileExistsError(errno.EEXIST, "there is such an object already", place) from error
+        except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, _first_line(error), place) from error
+        except errors.BaseError as error:
+            raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__
