@@ -104,6 +104,10 @@ MANAGER = {
     "keep_redundancy": Probe(see.by_two, 2, {**MANAGED, **DEDUPLICATED}),
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
     "grace": Probe(see.preempted, 3600.0),
+    "mirror": Probe(
+        lambda d, **options: see.tried(lambda: see.managed(d, **options)),
+        At(lambda d: f"file://{d}/bucket"),
+    ),
     "fs": Probe(lambda d, **options: see.tried(lambda: see.managed(d, **options)), FAILING),
     "processes": Probe(see.cleaned, see.OnlyProcess(), MANAGED),
     "context": Probe(see.managed, RANK_1),

@@ -365,7 +365,10 @@ def test_failed_save_has_a_failed_upload(tmp_path: Path) -> None:
 def test_save_of_a_failed_run_is_uploaded_at_its_end(tmp_path: Path) -> None:
     url = new_url()
     config = CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
-    with contextlib.suppress(ZeroDivisionError), CheckpointManager(tmp_path, config, mirror=url) as manager:
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        CheckpointManager(tmp_path, config, mirror=url) as manager,
+    ):
         manager.step_end(7, _state(7))
         raise ZeroDivisionError
     (name,) = listed(open_objects(url))

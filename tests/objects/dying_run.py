@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with a mirror that ends at one of its requests: `python dying_run.py DIRECTORY URL REQUEST`.
+
+Each line of the output is the step of a checkpoint whose upload was acknowledged; the last one, of
+a run that was not ended, is the number of requests.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TypeVar
+
+import numpy as np
+
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
+from ckptmgr.remote import mirror
+from ckptmgr.remote.objects import Objects, open_objects
+from tests.support.counted_objects import CountedObjects
+
+STEPS = 4
+_Done = TypeVar("_Done")
+
+
+class _Dying(CountedObjects):
+    """Ends the process, without any cleaning up, when a request is to be sent."""
+
+    def __init__(self, objects: Objects, last: int) -> None:
+        super().__init__(objects)
+        self._end = last
+
+    def _request(self, kind: str, key: str, carry_out: Callable[[], _Done]) -> _Done:
+        if len(self.requests) + 1 == self._end:
+            os._exit(9)
+        return super()._request(kind, key, carry_out)
+
+
+def train(directory: str, url: str, last: int) -> None:
+    """Save some steps, each after the upload of the one before."""
+    objects = _Dying(open_objects(url), last)
+    mirror.open_objects = lambda url: objects
+    where = Mirror(url, keep="last(1) | every(2)", retry_s=0)
+    config = CheckpointConfig(keep_checkpoint_max=2)
+    with CheckpointManager(directory, config, mirror=where) as manager:
+        start = manager.resume({"w": np.zeros(9)})
+        for step in range(max(1, start.next_step), STEPS + 1):
+            handle = manager.save(step, {"w": np.full(9, float(step))})
+            assert handle is not None
+            assert handle.mirrored is not None
+            handle.mirrored.result(60)
+            print(step, flush=True)  # noqa: T201
+    print(len(objects.requests))  # noqa: T201
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mirror, copy and probe against a server of S3: `make objects`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import CheckpointManager, load_checkpoint
+from ckptmgr.core.model import State
+from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr.formats.tensor import tensor_from_array
+from tests.cli.running import run
+from tests.objects.dying_run import STEPS
+from tests.support.saved import save_run
+
+pytestmark = pytest.mark.objects
+
+_REQUESTS = 52  # of an uncut run; the test of that fails when it needs more
+_PROGRAM = [sys.executable, "-m", "tests.objects.dying_run"]
+
+
+def _train(directory: Path, url: str, last: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [*_PROGRAM, str(directory), url, str(last)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+
+
+def _listed(url: str) -> dict[int, State]:
+    from ckptmgr.remote.filesystem import remote_store
+    from ckptmgr.remote.objects import open_objects
+
+    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    return {one.step: one.state for one in found}
+
+
+def test_uncut_run_is_mirrored_with_the_requests_that_the_next_test_cuts(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    url = new_bucket()
+    done = _train(tmp_path / "run", url)
+    assert done.returncode == 0, done.stderr
+    *steps, requests = map(int, done.stdout.split())
+    assert steps == list(range(1, STEPS + 1))
+    assert requests <= _REQUESTS
+    assert _listed(url) == {2: State.OK, 4: State.OK}
+
+
+@pytest.mark.parametrize("last", range(1, _REQUESTS + 1))
+def test_run_that_is_killed_before_a_request_loses_nothing_and_goes_on_on_a_new_machine(
+    new_bucket: Callable[..., str], tmp_path: Path, last: int
+) -> None:
+    url = new_bucket()
+    killed = _train(tmp_path / "first", url, last)
+    if killed.returncode == 0:
+        pytest.skip(f"the run has fewer than {last} requests")
+    assert killed.returncode == 9, killed.stderr
+    acknowledged = [int(line) for line in killed.stdout.split()]
+    found = _listed(url)
+    assert set(found.values()) <= {State.OK}
+    for step in found:
+        back = tmp_path / f"back-{step}"
+        assert run("copy", str(step), back, "--dir", url).exit_code == 0
+        assert (load_checkpoint(str(back / f"ckpt-{step}.ckpt"))["w"] == step).all()
+    if acknowledged:
+        assert max(found) >= acknowledged[-1]
+    with CheckpointManager(tmp_path / "second", mirror=url) as manager:
+        assert manager.resume().step == max(found, default=0)
+    again = _train(tmp_path / "first", url)  # the killed machine comes back
+    assert again.returncode == 0, again.stderr
+    assert _listed(url) == {2: State.OK, 4: State.OK}
+
+
+def test_large_file_goes_in_parts_there_and_back(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    url = new_bucket()
+    data = np.random.default_rng(1).integers(0, 256, 40 << 20, np.uint8)
+    save_run(tmp_path / "runs", [1], content=[tensor_from_array("w", data)])
+    assert run("copy", tmp_path / "runs", url).exit_code == 0
+    assert run("copy", url, tmp_path / "back").exit_code == 0
+    name = "net-1_1.ckpt"
+    assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "runs" / name).read_bytes()
+
+
+@pytest.mark.parametrize("has_versions", [False, True])
+def test_probe_finds_what_is_needed_and_versions(
+    new_bucket: Callable[..., str], has_versions: bool
+) -> None:
+    result = run("storage", "probe", new_bucket(has_versions=has_versions))
+    assert result.exit_code == 0, result.output
+    assert ("lifecycle rule" in result.stdout) == has_versions
+
+
+def test_bucket_that_is_not_there_is_named(new_bucket: Callable[..., str], tmp_path: Path) -> None:
+    new_bucket()
+    save_run(tmp_path / "runs", [1])
+    result = run("copy", tmp_path / "runs", "s3://no-such-bucket/run")
+    assert result.exit_code == 2
+    assert "s3://no-such-bucket/run" in result.stderr
+    assert "bucket" in result.stderr
+
+
+def test_wrong_endpoint_is_an_error_that_names_the_address(
+    new_bucket: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = new_bucket()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    save_run(tmp_path / "runs", [1])
+    result = run("copy", tmp_path / "runs", url)
+    assert result.exit_code == 2
+    assert url in result.stderr

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Addresses of object stores: which are taken, and who refuses them by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptmgr import CheckpointManager, ModelCheckpoint
+from ckptmgr.remote.objects import checked_url
+from ckptmgr.remote.paths import UrlPath
+from tests.cli.running import run
+
+_URL = "s3://bucket/run"
+
+
+@pytest.mark.parametrize(
+    "url", [_URL, "gs://b/a/b", "az://account/container", "file:///tmp/x", "memory://x"]
+)
+def test_address_is_taken_without_its_last_slash(url: str) -> None:
+    assert checked_url(f"{url}/") == url
+    assert str(UrlPath(url) / "net.ckpt") == f"{url}/net.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs/a", "no address of an object store"),
+        ("http://host/run", "AWS_ENDPOINT_URL"),
+        ("s3://bucket/run?versionId=3", "without"),
+        ("s3:///run", "names no bucket"),
+        ("s3://bucket/a//b", "empty part"),
+        ("s3://bucket/../b", r"\.\. in its path"),
+        ("s3://user:secret@bucket/run", "credentials come from the environment"),
+    ],
+)
+def test_other_address_is_refused_with_the_way_out(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        checked_url(url)
+    assert "secret" not in str(caught.value)
+
+
+def test_address_that_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match="is a string"):
+        checked_url(Path("runs"))
+
+
+@pytest.mark.parametrize("place", [_URL, Path(_URL)])
+def test_run_refuses_an_address_as_its_directory(place: str | Path) -> None:
+    with pytest.raises(ValueError, match="mirror=URL"):
+        CheckpointManager(place)
+    with pytest.raises(ValueError, match="mirror=URL"):
+        ModelCheckpoint(directory=str(place))
+
+
+def test_refusal_shows_no_password() -> None:
+    with pytest.raises(ValueError, match="is the address") as caught:
+        CheckpointManager("s3://user:secret@bucket/run")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("ls", _URL),
+        ("inspect", _URL),
+        ("verify", _URL),
+        ("prune", _URL, "--keep", "last(1)"),
+        ("pin", "1", "--dir", _URL),
+        ("watch", _URL, "--once"),
+        ("decrypt", _URL, "-o", "x"),
+        ("export", "1", "--dir", _URL, "--hf", "-o", "x"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_command_that_takes_paths_only_refuses_an_address(command: tuple[str, ...]) -> None:
+    result = run(*command)
+    assert result.exit_code == 2
+    assert "ckptmgr copy URL DIR" in result.stderr, result.stderr
+
+
+def test_missing_library_is_named_with_the_way_out(tmp_path: Path) -> None:
+    program = f"""
+import sys
+sys.modules["obstore"] = None
+from ckptmgr import CheckpointManager, CkptmgrError
+try:
+    CheckpointManager({str(tmp_path)!r}, mirror={_URL!r})
+except CkptmgrError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert "pip install 'ckptmgr[s3]'" in done.stdout
