@@ -135,6 +135,7 @@ class MirrorUploads:
         self._is_closing = False
         self._has_to_catch_up = False
         self._failures = 0
+        self._has_swept = False
 
     def forget_parent(self) -> None:
         """Upload nothing in a forked child: its parent does, and the library has no threads here."""
@@ -278,7 +279,7 @@ class MirrorUploads:
         self._observers.emit("mirror", **about(one) | Facts(seconds=seconds, notes=(note,)))
         if not upload.done.done():
             upload.done.set_result(f"{self.url}/{one.name}")
-        self._retain(one)
+        self._retain()
 
     def _retry_later(self, upload: _Upload | None, error: Exception) -> None:
         self._failures += 1
@@ -331,6 +332,8 @@ class MirrorUploads:
         with self._changed:
             missing.sort(key=lambda one: one.order)
             self._missing = [_Upload(one) for one in missing]
+        if not missing:
+            self._retain()  # a run that was killed may have had that left to do
 
     def _plan(self, own: list[Checkpoint], policy: RetentionPolicy) -> Plan:
         applied, _ = without_unranked(own, policy)
@@ -338,18 +341,20 @@ class MirrorUploads:
         protected = {newest.path: "uploaded last"}
         return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
 
-    def _retain(self, uploaded: Checkpoint) -> None:
-        """Apply the policy of the mirror after an upload; a failure is logged."""
+    def _retain(self) -> None:
+        """Apply the policy of the mirror to what is there; a failure is logged."""
         policy = self._mirror.policy
         if policy is None:
             return
         try:
             own = self._own(self.listing.scan())
-            if not any(one.id == uploaded.id and one.is_countable for one in own):
+            if not any(one.is_countable for one in own):
                 return
             dropped = self._plan(own, policy).dropped
             self.directory.remove(dropped)
-            self.directory.sweep()
+            if not self._has_swept:
+                self.directory.sweep()
+                self._has_swept = True
         except (CkptmgrError, OSError) as error:
             _LOG.warning("%s: retention: %s", self.url, error)
             self._observers.emit("mirror", error, series=self._writer.series, notes=("retention",))

@@ -15,11 +15,11 @@ from typing import TypeVar
 import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.remote import mirror
+from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote.objects import Objects, open_objects
 from tests.support.counted_objects import CountedObjects
 
-STEPS = 4
+STEPS = 3
 _Done = TypeVar("_Done")
 
 
@@ -36,13 +36,11 @@ class _Dying(CountedObjects):
         return super()._request(kind, key, carry_out)
 
 
-def train(directory: str, url: str, last: int) -> None:
+def train(directory: str, url: str) -> None:
     """Save some steps, each after the upload of the one before."""
-    objects = _Dying(open_objects(url), last)
-    mirror.open_objects = lambda url: objects
-    where = Mirror(url, keep="last(1) | every(2)", retry_s=0)
+    mirror = Mirror(url, keep="last(1)", retry_s=0)
     config = CheckpointConfig(keep_checkpoint_max=2)
-    with CheckpointManager(directory, config, mirror=where) as manager:
+    with CheckpointManager(directory, config, mirror=mirror) as manager:
         start = manager.resume({"w": np.zeros(9)})
         for step in range(max(1, start.next_step), STEPS + 1):
             handle = manager.save(step, {"w": np.full(9, float(step))})
@@ -50,8 +48,15 @@ def train(directory: str, url: str, last: int) -> None:
             assert handle.mirrored is not None
             handle.mirrored.result(60)
             print(step, flush=True)  # noqa: T201
+
+
+def main(directory: str, url: str, last: int) -> None:
+    """Train with a store that ends the process."""
+    objects = _Dying(open_objects(url), last)
+    mirrors.open_objects = lambda url: objects  # type: ignore[attr-defined]
+    train(directory, url)
     print(len(objects.requests))  # noqa: T201
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
