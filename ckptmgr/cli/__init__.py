@@ -32,6 +32,7 @@ from ckptmgr.crypto.keys.source_names import looks_like_key
 
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),
+    "stats": ("stats", "Show the bytes of a tree of runs, by run, kind and age."),
     "inspect": ("inspect", "Show the contents of a checkpoint."),
     "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
     "diff": ("diff", "Compare two checkpoints, or those of two directories."),

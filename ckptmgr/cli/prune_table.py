@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.cli import render
+from ckptmgr.cli.filters import ALL, Chosen
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.cli.run_lines import are_as_series, run_by_name, shown_run
 from ckptmgr.core.model import Checkpoint, Reason, State, Verdict
@@ -36,6 +37,7 @@ class PlanView:
     series: str | None
     verbose: bool
     shows_dropped: bool = True
+    chosen: Chosen = ALL
 
     def plan(self, proposal: Proposal) -> None:
         """Show what would be done; nothing with JSON, which is printed once, at the end."""
@@ -87,7 +89,8 @@ class PlanView:
             label += f"; {one.counted.lines[0]}"
         is_plain = not has_others and len(one.series) == 1
         name = str(self.directory) if is_plain else f"{self.directory} [{label}]"
-        filters = f"   filter series={self.series}" if self.series is not None else ""
+        given = [f"series={self.series}"] * (self.series is not None) + self.chosen.texts
+        filters = f"   filter {', '.join(given)}" if given else ""
         self.output.line(
             Cell(name, "bold"),
             f"  {render.counted(len(checkpoints), 'checkpoint')}, {total}   policy {one.plan.policy}{filters}",
@@ -124,7 +127,7 @@ class PlanView:
         header = ("", *shown, "STATE", "WHY")
         runs = run_by_name(one.counted.lines)
         rows = []
-        for verdict in plan.verdicts:
+        for verdict in self.chosen.in_order(plan.verdicts, of=lambda one: one.checkpoint):
             if not (verdict.is_kept or self.shows_dropped):
                 continue
             word, *cells = _row(proposal, verdict, metrics)
@@ -140,7 +143,7 @@ class PlanView:
     def _summary(self, proposal: Proposal, outcome: PruneResult | None) -> dict[str, Json]:
         return {
             "policy": str(proposal.policy),
-            "filters": {"series": self.series},
+            "filters": {"series": self.series, "conditions": self.chosen.texts},
             "by_series": proposal.by_series,
             "kept": len(proposal.kept),
             "kept_bytes": sum(c.size_bytes for c in proposal.kept),

@@ -23,7 +23,14 @@ from types import MappingProxyType
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.maintenance.prune_plan import Counted, VerifiedPlanner, counted_together, plan_with
+from ckptmgr.maintenance.prune_plan import (
+    Counted,
+    Spared,
+    VerifiedPlanner,
+    counted_together,
+    nothing_spared,
+    plan_with,
+)
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.lines import lines_of
 from ckptmgr.policy.rules import RetentionPolicy
@@ -67,6 +74,7 @@ class Proposal:
             goes.
         spared: Those of them that stay, because a series has no intact checkpoint outside the
             trash.
+        stays: Says which checkpoints stay whatever the policy says.
     """
 
     now: datetime
@@ -78,6 +86,7 @@ class Proposal:
     expired: tuple[Batch, ...] = ()
     intact: Mapping[Path, tuple[Checkpoint, ...]] = field(default_factory=dict, hash=False)
     spared: tuple[Batch, ...] = ()
+    stays: Spared = nothing_spared
 
     @property
     def dropped(self) -> tuple[Checkpoint, ...]:
@@ -125,17 +134,19 @@ def propose(
     series: str | None = None,
     by_series: bool = False,
     grace: timedelta = DEFAULT_GRACE,
+    stays: Spared = nothing_spared,
 ) -> Proposal:
     """Return the plan of a prune at a time `now` (UTC); changes nothing.
 
     Where something would go, the newest one that would stay is verified; without a key, a container
-    with a damaged header counts as intact. `grace` is how long the trash keeps a batch.
+    with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
+    `stays` which checkpoints must stay.
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    planner = VerifiedPlanner(store)
+    planner = VerifiedPlanner(store, stays)
     plans = []
     for counted in counted_together(found, series=series, by_series=by_series):
         decided = planner.plan(counted, policy, now)
@@ -153,6 +164,7 @@ def propose(
         expired=tuple(b for b in old if b not in spared),
         intact={b.path: tuple(one for one in intact[b] if one) for b in old},
         spared=spared,
+        stays=stays,
     )
 
 
@@ -224,7 +236,8 @@ def _prune_line(
         return
     now = counted_together(store.scan(), series=proposal.series, by_series=proposal.by_series)
     same = next((one for one in now if one.is_as(shown.counted)), None)
-    if same is None or plan_with(same, shown.damaged, proposal.policy, proposal.now) != shown.plan:
+    policy, at = proposal.policy, proposal.now
+    if same is None or plan_with(same, shown.damaged, policy, at, proposal.stays) != shown.plan:
         names = ", ".join(map(repr, shown.series))
         raise UnsafePrune(
             f"series {names} changed after its plan was made; nothing was removed from it",

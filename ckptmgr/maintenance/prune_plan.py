@@ -8,7 +8,7 @@ request each series is counted by itself; then the newest checkpoint of every li
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +22,14 @@ from ckptmgr.policy.lines import RunLine, lines_of
 from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.store import Store
+
+Spared = Callable[[Checkpoint], str | None]
+"""Says why a checkpoint must stay whatever the policy says, or None."""
+
+
+def nothing_spared(checkpoint: Checkpoint) -> None:
+    """Spare no checkpoint."""
+    del checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +93,9 @@ class VerifiedPlanner:
     Only a store with a key finds damage in the header of a container, which digests leave out.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, spared: Spared = nothing_spared) -> None:
         self._store = store
+        self._spared = spared
         # Digests and structure show damage; who wrote the checkpoint does not matter here.
         self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
         self._problems: dict[Path, str | None] = {}
@@ -104,7 +113,7 @@ class VerifiedPlanner:
             OSError: A passing error of the disk; the checkpoint must not count as damaged.
         """
         while True:
-            decided = plan_with(counted, self.damaged, policy, now)
+            decided = plan_with(counted, self.damaged, policy, now, self._spared)
             staying, going = _paths(decided.kept), _paths(decided.dropped)
             newest = [
                 next(
@@ -131,16 +140,23 @@ class VerifiedPlanner:
 
 
 def plan_with(
-    counted: Counted, damaged: Mapping[Path, str], policy: RetentionPolicy, now: datetime
+    counted: Counted,
+    damaged: Mapping[Path, str],
+    policy: RetentionPolicy,
+    now: datetime,
+    spared: Spared = nothing_spared,
 ) -> Plan:
     """Return the plan for checkpoints of which some are known to be damaged.
 
-    Where several lines are counted together, the newest of each one stays.
+    Where several lines are counted together, the newest of each one stays. `spared` says which
+    others must stay: the rules count them, too.
     """
     lines = _marked(counted, damaged)
     newest = [(line, line.newest) for line in lines if len(lines) > 1]
     protected = {one.path: f"newest of {line}" for line, one in newest if one is not None}
     history = [one for line in lines for one in line.checkpoints]
+    reasons = ((one.path, spared(one)) for one in history)
+    protected |= {path: why for path, why in reasons if why is not None and path not in protected}
     return plan(history, policy, now, protected=protected, is_one_line=True)
 
 

@@ -117,6 +117,7 @@ def lines(
     yield 0, ("verify", runs, "--key", secrets.source("wrapped"))
     yield 0, ("watch", runs, "--once", "--json", *key)
     yield 0, ("diff", file, file, *key, "--other-key", secrets.source("wrapped"))
+    yield 0, ("stats", runs, *key)
     yield 0, ("simulate", "last(1)", runs, *key)
     yield 0, ("doctor", runs, "--deep", *key)
     yield 0, ("export", file, "--hf", "-o", work / "hub", *key)

@@ -7,10 +7,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy import simulation
 from ckptmgr.policy.retention import plan
 from ckptmgr.policy.simulation import made_up_history, simulate
 from ckptmgr.policy.text import parse_policy
+from tests.support.policies import checkpoint
 
 NOW = datetime(2026, 3, 2, tzinfo=UTC)
 POLICIES = [
@@ -39,7 +41,8 @@ def test_replay_is_a_plan_after_each_save(
         size_bytes=7,
         now=NOW,
     )
-    present, peaks = [], []
+    present: list[Checkpoint] = []
+    peaks = []
     for one in history:
         present = [*present, one]
         bytes_now = 7 * len(present)
@@ -57,8 +60,6 @@ def test_replay_is_a_plan_after_each_save(
 
 
 def test_metric_that_comes_later_does_not_stop_the_replay() -> None:
-    from tests.policy.test_retention import checkpoint
-
     history = [checkpoint(step, metrics={"loss": 1 / step} if step > 3 else {}) for step in range(1, 7)]  # fmt: skip
     answer = simulate(history, parse_policy("best(1, loss, min)"), NOW)
     assert answer.plan.kept[0].step == 6

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,40 +11,43 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.cli.run_lines import (
     are_as_series,
     line_json,
-    run_by_name,
     sentence_of_latest,
     shown_run,
 )
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.policy.lines import RunLine, lines_of, meant_line
+from ckptmgr.policy.lines import meant_line
 
 if TYPE_CHECKING:
-    from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
-    from ckptmgr.store.store import Store
+    from ckptmgr.cli.places import Entry, Place
 
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
 _SHOWN_METRICS = 2
 
 
-@options.command("ls", examples=("ls runs/resnet50", "ls runs/resnet50 --json"))
+@options.command("ls", examples=("ls runs/resnet50", "ls -r runs --filter 'age>7d' --sort -size"))
 @click.argument("directory", type=options.PATH, default=Path())
+@click.option("-r", "--recursive", is_flag=True, help="Also those of the runs in folders below.")
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
+@filter_options
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def ls_command(
     ctx: click.Context,
     directory: Path,
+    recursive: bool,
     show_all: bool,
     series: str | None,
+    filters: tuple[str, ...],
+    sort: str | None,
     given_trust: options.GivenTrust,
 ) -> int:
     """List the checkpoints of a directory, newest last.
@@ -61,112 +62,87 @@ def ls_command(
     Checkpoints of the Trainer of Transformers, Lightning, Megatron, DeepSpeed, torchtitan, Orbax
     and torch.distributed.checkpoint are listed, too: FORMAT is the tool, STATE complete or
     incomplete, and TAGS what points at one, such as latest.
-    """
-    from ckptmgr.cli.foreign import foreign_of, why_none
-    from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
-    from ckptmgr.cli.selectors import list_selected
 
-    store = showing_opener(given_trust)(directory)
-    listed = list_selected(store, series=series, with_leftovers=show_all)
-    foreign = foreign_of(store)
-    found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
-    others = [one for one in foreign.checkpoints if series in (None, one.checkpoint.series)]
-    if foreign.is_itself:
-        found = []
-    if is_shown_as_plain(given_trust, store):
-        found = [as_plain(one) for one in found]
-    if not (found or foreign.checkpoints or store.scan()):
-        absence = why_none(store.fs, store.directory)
-        if absence is not None:
-            raise absence
-    output = render.make_output(ctx, store.directory)
+    With -r the folders below are searched for runs, and each row names its directory; a run is not
+    searched for further runs, and hidden folders and links are left out.
+    """
+    from ckptmgr.cli.places import checkpoint_of, entry_json, places_of
+
+    output = render.make_output(ctx, options.absolute(directory))
+    places = places_of(
+        directory, given_trust, series=series, with_leftovers=show_all, is_recursive=recursive
+    )
+    chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
+    shown = chosen.apply([one for place in places for one in place.entries], of=checkpoint_of)
     if output.is_json:
-        _print_json(output, found, others)
+        output.result([entry_json(one) for one in shown], _summary(shown, places))
     elif output.is_quiet:
-        output.paths([*(c.path for c in found), *(one.checkpoint.path for one in others)])
+        output.paths([one.checkpoint.path for one in shown])
     else:
-        _print(output, found, others, ctx.ensure_object(Session))
+        _print(output, shown, places, ctx.ensure_object(Session), is_recursive=recursive)
     return Exit.DONE
 
 
-def _print_json(output: Output, found: list[Checkpoint], others: list[ForeignCheckpoint]) -> None:
-    from ckptmgr.cli.foreign import foreign_json
-
-    lines = lines_of(found)
-    runs = run_by_name(lines)
-    own: list[dict[str, Json]] = [
-        {**render.checkpoint_json(c), "line": runs[c.name]} for c in found
-    ]
-    theirs = [{**foreign_json(one), "line": None} for one in others]
-    summary = _summary([*found, *(one.checkpoint for one in others)], lines)
-    output.result([*own, *theirs], summary)
-
-
-def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
-    """Return a bare file with the cipher that its first bytes name; all others as they are."""
-    if not checkpoint.is_bare:
-        return checkpoint
-    from ckptmgr.crypto.detect import cipher_of
-
-    try:
-        with contextlib.closing(store.fs.open(checkpoint.path)) as file:
-            return replace(checkpoint, cipher=cipher_of(file))
-    except (OSError, FormatError):
-        return checkpoint
-
-
-def _summary(found: list[Checkpoint], lines: list[RunLine]) -> dict[str, Json]:
-    meant = meant_line(lines)
+def _summary(shown: list[Entry], places: list[Place]) -> dict[str, Json]:
+    found = [one.checkpoint for one in shown]
     return {
         "count": len(found),
         "size_bytes": sum(c.size_bytes for c in found),
         "states": dict(sorted(Counter(c.state.value for c in found).items())),
-        "lines": [line_json(line, meant) for line in lines],
+        "lines": [
+            line_json(line, meant_line(place.lines)) for place in places for line in place.lines
+        ],
     }
 
 
 def _print(
     output: Output,
-    found: list[Checkpoint],
-    others: list[ForeignCheckpoint],
+    shown: list[Entry],
+    places: list[Place],
     session: Session,
+    *,
+    is_recursive: bool,
 ) -> None:
     from ckptmgr.cli.foreign import remarks
+    from ckptmgr.cli.places import counted_directories
 
-    has_series = len({c.series for c in found}) > 1
-    lines = lines_of(found)
-    has_runs = not are_as_series(lines)
-    runs = run_by_name(lines)
-    header = (*["SERIES"] * has_series, *["RUN"] * has_runs, *_HEADER)
+    own = [one for one in shown if one.foreign is None]
+    has_series = any(len({one.series for one in place.found}) > 1 for place in places)
+    has_runs = any(not are_as_series(place.lines) for place in places)
+    names = (["DIR"] * is_recursive, ["SERIES"] * has_series, ["RUN"] * has_runs)
+    header = (*(name for part in names for name in part), *_HEADER)
     now = session.now()
     rows = []
-    for checkpoint in found:
-        row = _row(checkpoint, saved=render.age(checkpoint.saved_at, now))
-        series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
-        rows.append([*[series] * has_series, *[run] * has_runs, *row])
-    for one in others:
+    for one in shown:
         row = _row(one.checkpoint, saved=render.age(one.checkpoint.saved_at, now))
-        row[0] = row[0] if one.has_step else Cell("-")
-        row[-1] = Cell(" ".join(one.named_by) or "-")
-        rows.append([*[Cell("-")] * (has_series + has_runs), *row])
+        series, run = Cell(one.checkpoint.series), Cell(shown_run(one.run))
+        if one.foreign is not None:
+            row[0] = row[0] if one.foreign.has_step else Cell("-")
+            row[-1] = Cell(" ".join(one.foreign.named_by) or "-")
+            series = run = Cell("-")
+        place = Cell(one.place(output.root))
+        rows.append([*[place] * is_recursive, *[series] * has_series, *[run] * has_runs, *row])
     if rows:
         output.table(header, rows, right="STEP SAVED SIZE")
-    for checkpoint in found:
-        if checkpoint.problem is not None and checkpoint.state.value not in ("unverified",):
-            output.line(f"{checkpoint.name}: {checkpoint.problem}")
-    if found and all(checkpoint.state is State.OTHER_KEY for checkpoint in found):
+    for one in own:
+        problem, state = one.checkpoint.problem, one.checkpoint.state.value
+        if problem is not None and state not in ("unverified",):
+            output.line(f"{one.shown_name(output.root)}: {problem}")
+    if own and all(one.checkpoint.state is State.OTHER_KEY for one in own):
         output.line("wrong key: none of these checkpoints was written under the given one")
-    for one in others:
-        for remark in remarks(one):
+    for one in shown:
+        for remark in remarks(one.foreign) if one.foreign is not None else ():
             output.line(remark)
-    latest = sentence_of_latest(lines, meant_line(lines))
-    if latest is not None:
-        output.line(latest)
-    everything = [*found, *(one.checkpoint for one in others)]
+    for place_of_run in places if not is_recursive else ():
+        latest = sentence_of_latest(place_of_run.lines, meant_line(place_of_run.lines))
+        if latest is not None:
+            output.line(latest)
+    everything = [one.checkpoint for one in shown]
     total = render.size(sum(c.size_bytes for c in everything))
     states = Counter(c.state.value for c in everything)
     words = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
-    output.line(f"{render.counted(len(everything), 'checkpoint')}, {total}{words}")
+    runs = f" in {counted_directories(shown)}" if is_recursive else ""
+    output.line(f"{render.counted(len(everything), 'checkpoint')}{runs}, {total}{words}")
 
 
 def _row(checkpoint: Checkpoint, *, saved: str) -> list[Cell]:

@@ -13,6 +13,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
 from ckptmgr.formats.strict_json import Json
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 )
 @click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
 @click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
+@filter_options
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
@@ -61,6 +63,8 @@ def prune_command(
     grace: str,
     undo: bool,
     verbose: bool,
+    filters: tuple[str, ...],
+    sort: str | None,
     given_trust: options.GivenTrust,
 ) -> int:
     """Remove the checkpoints that a policy does not keep.
@@ -72,6 +76,9 @@ def prune_command(
     that stays is verified first, with --key its header, too.
     Removed ones stay in .ckptmgr-trash for the grace time; the next prune after that removes them
     for good. Until then --undo brings the last batch back.
+
+    With --filter only checkpoints for which all conditions hold may go; the rules count the others,
+    too. --sort changes the order of the rows.
 
     Of the checkpoints of other tools (see ls) whole entries with a step in their name may go. What
     the notes of the tool point at stays, and so do incomplete ones, which count nowhere.
@@ -94,17 +101,26 @@ def prune_command(
     ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory)
     if undo:
-        if keep is not None or check or at_once or by_series:
+        if keep is not None or check or at_once or by_series or filters or sort is not None:
             raise UsageProblem(
-                "--undo stands alone", hint="drop --keep, --check, --now and --by-series"
+                "--undo stands alone",
+                hint="drop --keep, --check, --now, --by-series, --filter and --sort",
             )
         undo_last = undo_foreign if is_last_foreign(store) else _undo
         return undo_last(store, output, is_dry=dry_run)
     foreign = foreign_to_prune(store)
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
-    view = PlanView(output=output, directory=directory, series=series, verbose=verbose)
+    chosen = chosen_by(filters, sort, now)
+    view = PlanView(
+        output=output, directory=directory, series=series, verbose=verbose, chosen=chosen
+    )
     if foreign is not None:
+        if filters or sort is not None:
+            raise UsageProblem(
+                "--filter and --sort choose among the checkpoints of ckptmgr",
+                hint="drop them: these are of another tool",
+            )
         return prune_foreign(
             store,
             foreign,
@@ -119,9 +135,18 @@ def prune_command(
             at_once=at_once,
         )
     if not (dry_run or check or yes):
-        _check_can_ask(store, policy, series=series, by_series=by_series, now=now)
+        _check_can_ask(store, policy, chosen, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
-        proposal = propose(store, policy, now=now, series=series, by_series=by_series, grace=life)
+        chosen.check_metrics(store.scan())
+        proposal = propose(
+            store,
+            policy,
+            now=now,
+            series=series,
+            by_series=by_series,
+            grace=life,
+            stays=spared_by(chosen),
+        )
     if dry_run or check:
         view.plan(proposal)
         view.result(proposal, None)
@@ -140,6 +165,7 @@ def prune_command(
 def _check_can_ask(
     store: Store,
     policy: RetentionPolicy,
+    chosen: Chosen,
     *,
     series: str | None,
     by_series: bool,
@@ -151,7 +177,7 @@ def _check_can_ask(
     if sys.stdin.isatty():
         return
     for counted in counted_together(store.scan(), series=series, by_series=by_series):
-        if plan_with(counted, {}, policy, now).dropped:
+        if plan_with(counted, {}, policy, now, spared_by(chosen)).dropped:
             options.check_can_ask(UnsafePrune)
 
 

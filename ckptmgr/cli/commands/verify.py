@@ -14,6 +14,7 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report
+from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CkptmgrError
@@ -70,6 +71,7 @@ _CODES = (
     is_flag=True,
     help="Move damaged checkpoints into .ckptmgr-quarantine, where no run is writing.",
 )
+@filter_options
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
@@ -82,6 +84,8 @@ def verify_command(
     expect_step: int | None,
     expect_id: str | None,
     quarantines: bool,
+    filters: tuple[str, ...],
+    sort: str | None,
     given_trust: options.GivenTrust,
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
@@ -114,6 +118,14 @@ def verify_command(
     opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
     selected = select(texts, directory, opener, series=series) if texts or not foreign else []
+    if filters or sort is not None:
+        if expect_step is not None or expect_id is not None:
+            raise UsageProblem(
+                "--expect-step and --expect-id ask for all", hint="drop --filter and --sort"
+            )
+        chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
+        selected = chosen.apply(selected, of=lambda one: one.checkpoint)
+        foreign = chosen.apply(foreign, of=lambda one: one[1].checkpoint)
     expected = _expected(expect_step, expect_id)
     depth = Level(level or "full")
     now = ctx.ensure_object(Session).now()

@@ -223,7 +223,13 @@ class Run:
     tools: tuple[str, ...] = ()
 
 
-def runs_below(fs: FileSystem, directory: Path) -> tuple[list[Run], bool]:
+def runs_below(
+    fs: FileSystem,
+    directory: Path,
+    *,
+    most_folders: int = _MOST_FOLDERS,
+    most_depth: int = _MOST_DEPTH,
+) -> tuple[list[Run], bool]:
     """Return the runs in the folders of a directory, and whether all folders were looked at.
 
     A run is not searched for further runs; hidden folders and links are left out.
@@ -231,7 +237,7 @@ def runs_below(fs: FileSystem, directory: Path) -> tuple[list[Run], bool]:
     runs: list[Run] = []
     waiting = [(directory, 0)]
     looked = 0
-    while waiting and looked < _MOST_FOLDERS:
+    while waiting and looked < most_folders:
         path, depth = waiting.pop(0)
         looked += 1
         try:
@@ -242,7 +248,7 @@ def runs_below(fs: FileSystem, directory: Path) -> tuple[list[Run], bool]:
             continue  # a folder that may not be read
         if run is not None:
             runs.append(run)
-        elif depth < _MOST_DEPTH:
+        elif depth < most_depth:
             below = [n for n, one in entries.items() if one.is_directory and not n.startswith(".")]
             waiting += [(path / name, depth + 1) for name in sorted(below)]
     return sorted(runs, key=lambda run: run.path), not waiting
