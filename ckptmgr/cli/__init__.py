@@ -27,7 +27,7 @@ from ckptmgr.cli.exits import (
     report,
     without_keys,
 )
-from ckptmgr.cli.options import CONTEXT, Session
+from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session
 from ckptmgr.crypto.keys.source_names import looks_like_key
 
 _COMMANDS = {
@@ -45,6 +45,7 @@ _COMMANDS = {
     "reencrypt": ("rekey", "Encrypt checkpoints again, under new data keys."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
+    "rm": ("rm", "Remove checkpoints by name, into the trash."),
     "simulate": ("simulate", "Show what a retention policy would have kept."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
@@ -53,6 +54,7 @@ _COMMANDS = {
     "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),
     "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),
+    "completion": ("completion", "Print the script that completes commands in a shell."),
     "transform": ("ranks", "Rewrite the checkpoints of many ranks for another strategy."),
     "unify": ("ranks", "Join the checkpoints of many ranks into whole tensors."),
     "merge": ("ranks", "Join the strategy files of pipeline stages."),
@@ -124,7 +126,9 @@ class Commands(click.Group):
 def _run(group: click.Group, arguments: list[str], session: object) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json, is_debug = "--json" in options, "--debug" in options
-    if not arguments:  # by itself click shows the help as an error only from version 8.2 on
+    if not (
+        arguments or os.environ.get(COMPLETION_VARIABLE)
+    ):  # by itself click shows the help as an error only from version 8.2 on
         click.echo(group.get_help(click.Context(group, info_name="ckptmgr")), err=True)
         return Exit.FAILED
     try:

@@ -31,6 +31,8 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 _SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
 _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt:, wrapped:FILE or passphrase:SOURCE"
+COMPLETION_VARIABLE = "_CKPTMGR_COMPLETE"
+"""Set by the script of a shell that asks for completions; click reads it."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 

@@ -127,6 +127,7 @@ def lines(
     yield 0 if find_spec("obstore") else 2, ("storage", "probe", there)
     yield 0, ("prune", runs, "--keep", "last(1)", "--yes", *key)
     yield 0, ("prune", runs, "--undo", "--yes", *key)
+    yield 0, ("rm", "1", "--dir", runs, "--yes", *key)
     text = work / "tokenizer.json"
     text.write_text("{}")
     (work / "out").mkdir()
@@ -181,7 +182,7 @@ def test_every_command_is_run_and_none_shows_a_secret(
 ) -> None:
     work = tmp_path / "work"
     work.mkdir()
-    tried = {"keygen", "help"}
+    tried = {"keygen", "help", "completion"}
     for code, line in lines(work, secrets, monkeypatch):
         result = transcript.add_result(run("--debug", *line, env=secrets.env))
         assert result.exit_code in (code, 2 if line[0] == "sign" else code), (line, result.output)

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr rm`: remove checkpoints by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.filters import chosen_by, filter_option
+from ckptmgr.cli.options import Session
+from ckptmgr.cli.render import Cell, Output
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.formats.strict_json import Json
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.selectors import Selected
+    from ckptmgr.core.model import Checkpoint
+    from ckptmgr.maintenance.prune import PruneResult
+    from ckptmgr.store.store import Store
+
+_HEADER = ("STEP", "SAVED", "SIZE", "STATE", "NAME")
+
+
+@options.command(
+    "rm",
+    examples=("rm 1000 2000..3000 --dir runs/resnet50", "rm runs/a/net-40.ckpt --dry-run"),
+)
+@click.argument("selectors", nargs=-1, required=True, metavar="SEL...")
+@options.dir_option
+@options.series_option
+@filter_option
+@click.option("-n", "--dry-run", is_flag=True, help="Show what would go; write nothing at all.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--now", "at_once", is_flag=True, help="Remove at once instead of into the trash.")
+@click.option("--force", is_flag=True, help="Also pinned ones, and the newest good one of a run.")
+@options.trust_options()
+@options.output_options
+@click.pass_context
+def rm_command(
+    ctx: click.Context,
+    selectors: tuple[str, ...],
+    directory: Path,
+    series: str | None,
+    filters: tuple[str, ...],
+    dry_run: bool,
+    yes: bool,
+    at_once: bool,
+    force: bool,
+    given_trust: options.GivenTrust,
+) -> int:
+    """Remove the checkpoints that are named, into the trash.
+
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max or 1000..5000. Refused by name
+    without --force: a pinned checkpoint, and the newest good one of a run; the last good one of a
+    directory always stays. A directory is no SEL: prune removes by a policy. Not while a run
+    writes the series. Removed ones stay in .ckptmgr-trash for a day, and prune --undo brings them
+    back.
+    """
+    from ckptmgr.cli.selectors import select
+    from ckptmgr.maintenance.removal import check_removable
+
+    for text in selectors:
+        if Path(text).is_dir():
+            raise UsageProblem(
+                f"{text[:60]!r} is a directory", hint="ckptmgr prune removes by a policy"
+            )
+    opener = partial(options.open_store, trust=given_trust.load())
+    session = ctx.ensure_object(Session)
+    chosen = chosen_by(filters, None, session.now())
+    selected = chosen.apply(
+        select(selectors, directory, opener, series=series), of=lambda one: one.checkpoint
+    )
+    groups = _by_directory(selected)
+    for store, checkpoints in groups:
+        ctx.with_resource(store.fs.hold_directory(store.directory))
+        check_removable(store, checkpoints, force=force)
+    output = render.make_output(ctx, opener(directory).directory)
+    if not (dry_run or yes) and selected:
+        options.check_can_ask(UnsafePrune)
+    if output.is_text:
+        _print_plan(output, selected, session)
+    if dry_run or not selected:
+        _print_end(output, selected, None)
+        return Exit.DONE
+    if not (yes or _agreed(selected, at_once=at_once)):
+        note("nothing was changed")
+        return Exit.NO
+    return _act(output, groups, selected, session, force=force, at_once=at_once)
+
+
+def _by_directory(selected: Sequence[Selected]) -> list[tuple[Store, list[Checkpoint]]]:
+    groups: dict[Path, tuple[Store, list[Checkpoint]]] = {}
+    for one in selected:
+        place = groups.setdefault(one.store.directory, (one.store, []))
+        place[1].append(one.checkpoint)
+    return list(groups.values())
+
+
+def _print_plan(output: Output, selected: Sequence[Selected], session: Session) -> None:
+    now = session.now()
+    rows = [
+        [
+            Cell(render.step(one)),
+            Cell(render.age(one.saved_at, now)),
+            Cell(render.size(one.size_bytes)),
+            render.state(one.state.value),
+            Cell(one.name),
+        ]
+        for one in (chosen.checkpoint for chosen in selected)
+    ]
+    if rows:
+        output.table(_HEADER, rows, right="STEP SAVED SIZE")
+
+
+def _agreed(selected: Sequence[Selected], *, at_once: bool) -> bool:
+    counted = render.counted(len(selected), "checkpoint")
+    question = f"Remove {counted} for good?" if at_once else f"Move {counted} to the trash?"
+    return options.confirm(question, refusal=UnsafePrune)
+
+
+def _act(
+    output: Output,
+    groups: Sequence[tuple[Store, Sequence[Checkpoint]]],
+    selected: Sequence[Selected],
+    session: Session,
+    *,
+    force: bool,
+    at_once: bool,
+) -> int:
+    from ckptmgr.maintenance.removal import remove_chosen
+
+    outcomes = [
+        remove_chosen(store, checkpoints, now=session.now(), force=force, at_once=at_once)
+        for store, checkpoints in groups
+    ]
+    _print_end(output, selected, outcomes)
+    if any(one.batch is not None and one.removed for one in outcomes):
+        note("ckptmgr prune --undo brings the last batch back; --now frees the space at once")
+    failures = [error for one in outcomes for error in one.failures]
+    codes = [report(error, as_json=output.is_json) for error in failures]
+    if not codes:
+        return Exit.DONE
+    is_partial = any(one.removed for one in outcomes) and code_of(failures[0]) is Exit.FAILED
+    return Exit.PARTLY if is_partial else codes[0]
+
+
+def _print_end(
+    output: Output, selected: Sequence[Selected], outcomes: Sequence[PruneResult] | None
+) -> None:
+    chosen = [one.checkpoint for one in selected]
+    removed = None if outcomes is None else [one for done in outcomes for one in done.removed]
+    shown = chosen if removed is None else removed
+    size = sum(one.size_bytes for one in shown)
+    if output.is_json:
+        summary: dict[str, Json] = {
+            "count": len(chosen),
+            "is_done": outcomes is not None,
+            "removed": [str(one.path) for one in removed or ()],
+            "freed_bytes": size,
+            "trash": [str(one.batch) for one in outcomes or () if one.batch and one.removed],
+        }
+        output.result([render.checkpoint_json(one) for one in chosen], summary)
+    elif output.is_quiet:
+        output.paths([one.path for one in shown])
+    else:
+        verb = "would go" if removed is None else "removed"
+        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {render.size(size)}")
