@@ -15,7 +15,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate", reason="needs accelerate: make hub")
 transformers = pytest.importorskip("transformers", reason="needs transformers: make hub")
 
+from safetensors import safe_open  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
@@ -28,9 +30,11 @@ from transformers import (  # noqa: E402
 from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
 from ckptmgr.core.errors import (  # noqa: E402
     CheckpointNotFound,
+    CorruptCheckpoint,
     KeyProblem,
     UnsupportedCheckpoint,
 )
+from ckptmgr.integrations.safetensors.torch import save_file  # noqa: E402
 from ckptmgr.integrations.transformers import CheckpointCallback, from_pretrained  # noqa: E402
 
 pytestmark = [pytest.mark.hub, pytest.mark.filterwarnings("default")]  # Transformers advises
@@ -313,6 +317,85 @@ def test_from_pretrained_without_the_key_is_an_error(tmp_path: Path) -> None:
     train(tmp_path, CheckpointConfig(enc_key=KEY), max_steps=1)
     with pytest.raises(KeyProblem):
         from_pretrained(AutoModelForSequenceClassification, tmp_path / "runs")
+
+
+def small_gpt() -> Any:
+    sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+def hub_folder(directory: Path, model: Any, *, shards: bool, seal: str | None) -> Path:
+    """Save a model as Transformers does, and encrypt its weights under their names, or with `.ckpe`."""
+    model.generation_config.temperature = 0.5
+    model.generation_config.do_sample = True
+    model.save_pretrained(directory, max_shard_size="2KB" if shards else "5GB")
+    for path in [] if seal is None else list(directory.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata()
+        path.unlink()
+        save_file(tensors, directory / (path.name + seal), metadata=metadata, key=KEY)
+    assert (directory / "model.safetensors.index.json").exists() == shards
+    return directory
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("seal", [None, "", ".ckpe"], ids=["plain", "same name", "ckpe"])
+@pytest.mark.parametrize("kind", [AutoModelForCausalLM, transformers.GPT2LMHeadModel])
+def test_from_pretrained_reads_a_folder_of_the_hub_layout(
+    kind: Any, seal: str | None, shards: bool, tmp_path: Path
+) -> None:
+    model = small_gpt()
+    folder = hub_folder(tmp_path / "model", model, shards=shards, seal=seal)
+    found = from_pretrained(kind, folder, key=None if seal is None else KEY)
+    assert type(found) is transformers.GPT2LMHeadModel
+    assert bytes_of(found) == bytes_of(model)
+    assert found.generation_config.temperature == 0.5
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("key", [None, bytes(32)])
+def test_folder_of_the_hub_layout_needs_its_key(
+    key: bytes | None, shards: bool, tmp_path: Path
+) -> None:
+    folder = hub_folder(tmp_path / "model", small_gpt(), shards=shards, seal="")
+    with pytest.raises(KeyProblem, match="model"):
+        from_pretrained(AutoModelForCausalLM, folder, key=key)
+
+
+def test_container_beside_its_plain_file_is_what_a_key_opens(tmp_path: Path) -> None:
+    model = small_gpt()
+    folder = hub_folder(tmp_path / "model", model, shards=False, seal=".ckpe")
+    (folder / "model.safetensors").write_bytes(b"of another model")
+    assert bytes_of(from_pretrained(AutoModelForCausalLM, folder, key=KEY)) == bytes_of(model)
+
+
+def test_plain_folder_is_refused_with_a_key(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path / "model", small_gpt(), shards=False, seal=None)
+    with pytest.raises(KeyProblem, match="not encrypted"):
+        from_pretrained(AutoModelForCausalLM, folder, key=KEY)
+
+
+def test_missing_shard_and_damaged_index_are_named(tmp_path: Path) -> None:
+    folder = hub_folder(tmp_path / "model", small_gpt(), shards=True, seal=".ckpe")
+    index = folder / "model.safetensors.index.json"
+    text = index.read_text()
+    first = min(folder.glob("*.ckpe"))
+    kept = first.read_bytes()
+    first.unlink()
+    with pytest.raises(CheckpointNotFound, match=first.name):
+        from_pretrained(AutoModelForCausalLM, folder, key=KEY)
+    first.write_bytes(kept)
+    tensor = "transformer.wpe.weight"
+    for damaged, said in (
+        ("[", "index"),
+        ("{}", "no weight_map"),
+        (text.replace('"model-', '"../model-', 1), "none of this directory"),
+        (text.replace(tensor, "other.weight"), "lacks 'other.weight'"),
+    ):
+        index.write_text(damaged)
+        with pytest.raises(CorruptCheckpoint, match=said):
+            from_pretrained(AutoModelForCausalLM, folder, key=KEY)
 
 
 def test_from_pretrained_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
