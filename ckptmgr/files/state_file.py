@@ -185,7 +185,7 @@ def load_state(
     Args:
         path: The file, under any name.
         into: Restore into this state, built as for a fresh start; arrays are filled in place. None
-            returns new objects.
+            returns new objects, each of the kind that was saved: torch tensors come back as such.
         only: Name, or names, of entries of the dict that was saved: only these are read and
             compared. `load_state(path, {"net": net}, only="net")` takes the weights out of the
             state of a training.

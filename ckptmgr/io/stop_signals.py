@@ -22,7 +22,9 @@ NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopWatch:
-    """Notes when the process is asked to stop; `close` ends that. Only the main thread can begin.
+    """Notes when the process is asked to stop; `close` ends that.
+
+    Only the main thread can install the handlers; begun elsewhere, a watch waits for `install`.
 
     Attributes:
         requested_at: Seconds of `monotonic` at the first request, or None.
@@ -34,6 +36,10 @@ class StopWatch:
         self.number: int | None = None
         self._monotonic = monotonic
         _handlers.add(self)
+
+    def install(self) -> bool:
+        """Return whether the handlers are installed, which the main thread does now if needed."""
+        return _handlers.install()
 
     def note(self, number: int) -> None:
         """Record a request."""
@@ -59,14 +65,18 @@ class _Handlers:
         if self._pid != os.getpid():  # pragma: no cover - a forked process
             self._watches, self._pid = [], os.getpid()
         self._watches.append(watch)
+        self.install()
+
+    def install(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
-            return
+            return all(self._replaced.values())
         for number in NUMBERS:
             present = signal.getsignal(number)
             # It is None for one of a C library, which cannot be called from here.
             if present is not None and present != self.handle:  # pragma: no branch
                 signal.signal(number, self.handle)
                 self._replaced[number].append(present)
+        return True
 
     def remove(self, watch: StopWatch) -> None:
         if watch in self._watches:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.files.load.named_part import tops_of
 from ckptmgr.files.load.state import SKELETON
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state.paths import StateMismatch
@@ -58,11 +59,14 @@ def is_name_of_export(name: str) -> bool:
 def names_of_part(names: Iterable[str], part: str | None) -> dict[str, str]:
     """Return the names that begin with a part, each with what follows it; None takes all as they are.
 
-    After the part comes `/`, as in a nested state, or where no name has that `.`, as in a module.
+    After the part comes `/`, as in a nested state, or where no name has that `.`, as in a module. A
+    tensor that is the part keeps the end of its name.
     """
     if part is None:
         return {name: name for name in names}
     known = list(names)
+    if part in known:
+        return {part: re.split(r"[/.]", part)[-1]}
     for separator in _SEPARATORS:
         start = part if part.endswith(_SEPARATORS) else part + separator
         found = {name: name[len(start) :] for name in known if name.startswith(start)}
@@ -146,7 +150,7 @@ def plan_export(
     }
     short = names_of_part([*stored, *second], only)
     if not short:
-        raise _nothing(stored, only, path)
+        raise _nothing(tops_of(stored, metadata), only, path)
     if SKELETON in metadata:  # the names of a state, in which a key may have a slash
         short = {name: _unescaped(one) for name, one in short.items()}
     _check_distinct(short, path)
@@ -206,10 +210,9 @@ def _check_distinct(names: Mapping[str, str], path: Path) -> None:
             )
 
 
-def _nothing(names: Iterable[str], only: str | None, path: Path) -> Exception:
+def _nothing(parts: Sequence[str], only: str | None, path: Path) -> Exception:
     if only is None:
         return UnsupportedCheckpoint("holds no tensors, so there is nothing to export", path=path)
-    parts = sorted({name.partition("/")[0] for name in names if "/" in name})
     known = f"; its parts are {', '.join(map(repr, parts[:_SHOWN]))}" if parts else ""
     return StateMismatch(
         f"the checkpoint has no tensors of a part {only!r}{known}",

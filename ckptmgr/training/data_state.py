@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -46,6 +47,7 @@ class _Pass:
 
     parts: LoaderParts
     count: int = 0
+    thread: int = 0
     is_open: bool = True
     is_iterated: bool = True
     mark: int | None = None
@@ -105,11 +107,13 @@ class DataState:
         self._pending_random: Any = None
         self._noted: _Noted | None = None
         self._has_gone_on = False  # a step has ended since the restore
+        self._has_warned = False
 
     def note(self, step: int) -> None:
         """Remember where the loaders stand at the end of a step."""
         self._has_gone_on = True
         if self._passes:
+            self._warn_of_prefetching()
             for one in self._passes.values():
                 one.is_open = one.is_open and one.is_iterated
             places = {
@@ -118,6 +122,23 @@ class DataState:
                 if one.is_open
             }
             self._noted = _Noted(step, self._random.state_dict(), places)
+
+    def _warn_of_prefetching(self) -> None:
+        """Warn once if another thread than that of the steps takes the batches, ahead of them."""
+        own = threading.get_ident()
+        ahead = [
+            name
+            for name, one in self._passes.items()
+            if one.is_open and one.is_iterated and one.thread not in (0, own)
+        ]
+        if ahead and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "the batches of loader %r are taken in another thread than the one whose steps end, as by a prefetcher around "
+                "manager.batches: a batch counts as used when it is taken, so a resumed run would skip those that it fetched "
+                "ahead. Put the prefetcher inside: manager.batches(prefetch(loader))",
+                ahead[0],
+            )
 
     def to_text(self, step: int) -> str | None:
         """Return the text that a save of a step stores; None if no loader was ever given."""
@@ -203,6 +224,7 @@ class DataState:
         try:
             for batch in iterator:
                 place.count += 1
+                place.thread = threading.get_ident()
                 place.mark = mark_of(batch)
                 yield batch
             is_empty = place.count == first

@@ -305,7 +305,8 @@ class CheckpointManager:
         `while step < steps and not manager.should_stop:` is enough: leaving the `with` block saves
         the last step, also where the policy never saves. The first call begins to watch for the
         signals, which end nothing from then on, until the manager is closed; handlers that were
-        there before are called, too. Only the main thread can watch; Ctrl-C is an exception as ever.
+        there before are called, too. Only the main thread can begin to watch, and a warning says
+        so elsewhere; from then on any thread may ask. Ctrl-C is an exception as ever.
 
         The answer changes when a step ends, the same on all ranks. With `grace` the run goes on
         while there is time for a save, as long as the last one took.
@@ -339,11 +340,12 @@ class CheckpointManager:
                 are attributes of it, of its sampler or of its dataset.
 
         Raises:
-            ValueError: `epoch` without `set_epoch`; another loader is iterated under this name.
+            ValueError: `epoch` without `set_epoch`, or no count; another loader is iterated under
+                this name.
             TypeError: One of `random` is no generator.
             StateMismatch: The loader has fewer batches than were used, or other generators.
         """
-        return Batches(self._data, loader, name=name, epoch=epoch, random=random)
+        return Batches(self._data, loader, name=name, epoch=checked_epoch(epoch), random=random)
 
     def step_end(
         self,
@@ -492,7 +494,8 @@ class CheckpointManager:
         Args:
             checkpoint: From `checkpoints()`, a step, a file name, or `latest`. For `latest` the
                 lookup repeats when the run that writes the series removes the found checkpoint.
-            state: Restore into this, or None for new objects.
+            state: Restore into this, or None for new objects, each of the kind that was saved:
+                torch tensors come back as such.
             only: Name, or names, of entries of the dict that was saved: only these are read and
                 compared, as in `load("latest", {"net": net}, only="net")`.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -62,12 +63,15 @@ class Preemption:
         self._save_s: float | None = None
         self._step_ended_at: float | None = None
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._is_installed = self._has_warned = False
         self.is_decided = False
 
     def ask(self) -> bool:
         """Return whether to stop; the first call begins to watch for signals."""
         if self._watch is None:
             self._begin()
+        if self._watch is not None and not self._is_installed:
+            self._install(self._watch)
         if self._step_ended_at is None and self._coordinator is None and self._is_wanted():
             self._decide(None)  # a loop that never calls step_end
         return self.is_decided
@@ -82,6 +86,17 @@ class Preemption:
                 timeout_s=self._timeout_s,
                 interval_s=self._interval_s,
                 monotonic=self._monotonic,
+            )
+
+    def _install(self, watch: StopWatch) -> None:
+        """Install the handlers of the signals, or warn once that this thread cannot."""
+        self._is_installed = watch.install()
+        if not self._is_installed and not self._has_warned:
+            self._has_warned = True
+            _LOG.warning(
+                "should_stop was asked in the thread %r, and only the main thread can watch for SIGTERM and SIGUSR1: it stays "
+                "False for them. Ask manager.should_stop once in the main thread before this one starts",
+                threading.current_thread().name,
             )
 
     @property
@@ -114,6 +129,7 @@ class Preemption:
         if self._watch is not None:
             self._watch.close()
             self._watch = self._joint = None
+            self._is_installed = False
 
     def _learn(self) -> None:
         handle = self._handle

@@ -372,3 +372,9 @@ def test_decrypt_with_a_public_key_refuses_unsigned_files_of_every_kind(
         refused = run(*arguments, "--public-key", public)
         assert refused.exit_code == Exit.REFUSED, refused.stderr
         assert not (tmp_path / "out").exists()
+
+
+def test_decrypt_refuses_a_part_with_the_command_that_takes_one(tmp_path: Path) -> None:
+    result = run("decrypt", tmp_path / "a.ckpt", "-o", tmp_path / "b.ckpt", "--only", "net")
+    assert result.exit_code == 2
+    assert "ckptmgr export IN -o OUT --to ckpt --only PART" in result.stderr

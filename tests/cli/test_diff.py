@@ -182,10 +182,10 @@ def test_encrypted_checkpoints_are_compared_under_two_keys(tmp_path: Path, forma
 def test_plain_file_is_refused_with_a_key_unless_allowed(tmp_path: Path) -> None:
     runs = save(tmp_path / "runs", state(), enc_key=KEY.raw)
     save_file({"w": W}, tmp_path / "model.safetensors")
-    command = ("diff", "1", tmp_path / "model.safetensors", "--dir", runs, "--only", "net", "--other-only", "w")  # fmt: skip
+    command = ("diff", "1", tmp_path / "model.safetensors", "--dir", runs, "--only", "net", "--other-only", "v")  # fmt: skip
     key = ("--key", key_file(tmp_path))
     assert run(*command, *key).exit_code == 13
-    assert run(*command, *key, "--allow-unencrypted").exit_code == 2  # no part w
+    assert run(*command, *key, "--allow-unencrypted").exit_code == 2  # no part v
     named = save_state({"net": {"w": W}}, tmp_path / "b.safetensors", manifest=False).path
     allowed = ("diff", "1", named, "--dir", runs, "--only", "net", *key, "--allow-unencrypted")
     assert run(*allowed).exit_code == 0

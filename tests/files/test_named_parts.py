@@ -144,6 +144,31 @@ def test_part_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path) -
         load_checkpoint(tmp_path / "x.ckpt", only="nett")
 
 
+def test_lone_tensor_is_a_part_under_its_own_name(tmp_path: Path) -> None:
+    path = save_state({"net": {"w": np.ones(2)}, "ema": np.ones(3)}, tmp_path / "x.ckpt").path
+    assert load_checkpoint(path, only="ema")["ema"].tolist() == [1, 1, 1]
+    assert load_state(path, only="ema")["ema"].tolist() == [1, 1, 1]  # type: ignore[index]
+    with pytest.raises(StateMismatch, match="its parts are 'ema', 'net'"):
+        load_checkpoint(path, only="other")
+
+
+def test_part_that_shares_all_its_tensors_is_listed(tmp_path: Path) -> None:
+    shared = np.arange(3.0)
+    save_state({"net": {"w": shared}, "ema": {"w": shared}}, tmp_path / "x.safetensors")
+    with pytest.raises(StateMismatch, match="its parts are 'ema', 'net'"):
+        load_checkpoint(tmp_path / "x.safetensors", only="other")
+
+
+def test_tensors_of_a_new_state_come_back_in_their_kind(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    state = {"t": torch.ones(2, dtype=torch.bfloat16), "a": np.ones(2)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        found: Any = manager.load(1)
+    assert found["t"].dtype == torch.bfloat16
+    assert type(found["a"]) is np.ndarray
+
+
 @pytest.mark.parametrize(("only", "error"), [("", ValueError), ([], ValueError), (3, TypeError)])
 def test_unusable_part_is_refused(tmp_path: Path, only: Any, error: type[Exception]) -> None:
     save_state({"w": np.ones(2)}, tmp_path / "x.ckpt")

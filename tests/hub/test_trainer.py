@@ -329,7 +329,9 @@ def hub_folder(directory: Path, model: Any, *, shards: bool, seal: str | None) -
     model.generation_config.temperature = 0.5
     model.generation_config.do_sample = True
     model.save_pretrained(directory, max_shard_size="2KB" if shards else "5GB")
-    for path in [] if seal is None else list(directory.glob("*.safetensors")):
+    for path in list(directory.glob("*.safetensors")):
+        if seal is None:
+            break
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()

@@ -216,6 +216,15 @@ def test_checkpoint_without_tensors_is_refused(tmp_path: Path) -> None:
         export_weights(path, tmp_path / "out")
 
 
+def test_lone_tensor_is_exported_under_its_own_name(tmp_path: Path) -> None:
+    state = {"net": {"w": np.ones(2)}, "ema": np.arange(3.0)}
+    path = save_state(state, tmp_path / "net.safetensors").path
+    export_weights(path, tmp_path / "out", only="ema")
+    assert_same(loaded(tmp_path / "out"), {"ema": state["ema"]})
+    with pytest.raises(StateMismatch, match="its parts are 'ema', 'net'"):
+        export_weights(path, tmp_path / "other", only="em")
+
+
 def test_missing_part_is_refused_with_those_that_are_there(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match="its parts are 'net', 'optimizer'"):
         export_weights(saved, tmp_path / "out", only="model")

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -537,6 +539,69 @@ def test_epoch_without_set_epoch_is_refused(tmp_path: Path) -> None:
         pytest.raises(ValueError, match="epoch= is for loaders that have set_epoch"),
     ):
         list(manager.batches([1], epoch=1))
+
+
+@pytest.mark.parametrize("epoch", ["a", -1, 1.5])
+def test_epoch_that_is_no_count_is_refused_at_once(epoch: Any, tmp_path: Path) -> None:
+    with saving(tmp_path) as manager, pytest.raises(ValueError, match="epoch is an integer from 0"):
+        manager.batches(range(3), epoch=epoch)
+
+
+class Prefetched:
+    """Batches that a thread takes ahead of the training."""
+
+    def __init__(self, loader: Iterable[int]) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[int]:
+        ready: queue.Queue[int | None] = queue.Queue()
+
+        def fetch() -> None:
+            for batch in self._loader:
+                ready.put(batch)
+            ready.put(None)
+
+        thread = threading.Thread(target=fetch)
+        thread.start()
+        while (batch := ready.get()) is not None:
+            yield batch
+        thread.join()
+
+
+def test_prefetcher_around_batches_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+
+    def waiting() -> Iterator[int]:
+        yield from range(2)
+        goes_on.wait()
+
+    with saving(tmp_path) as manager:
+        for step, _ in enumerate(Prefetched(manager.batches(waiting())), 1):
+            manager.step_end(step, {"n": step})
+            if step == 2:
+                goes_on.set()
+    (warning,) = (text for text in caplog.messages if "ahead" in text)
+    assert "Put the prefetcher inside: manager.batches(prefetch(loader))" in warning
+
+
+def test_prefetcher_inside_batches_goes_on_with_the_next_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    used = []
+    for last in (3, 8):
+        with saving(tmp_path) as manager:
+            state = {"n": 0}
+            step = manager.resume(state).step
+            for batch in manager.batches(Prefetched(range(8))):
+                used.append(batch)
+                step += 1
+                manager.step_end(step, state)
+                if step == last:
+                    break
+    assert used == list(range(8))
+    assert "ahead" not in caplog.text
 
 
 def test_random_that_is_no_generator_is_refused(tmp_path: Path) -> None:

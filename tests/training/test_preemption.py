@@ -83,14 +83,34 @@ def test_loop_without_step_end_is_answered_at_once(tmp_path: Path) -> None:
         assert manager.should_stop
 
 
-def test_other_thread_can_ask_but_not_watch(tmp_path: Path) -> None:
+def asked_in_a_thread(manager: CheckpointManager) -> bool:
     answers: list[bool] = []
-    manager = CheckpointManager(tmp_path)
-    thread = threading.Thread(target=lambda: answers.append(manager.should_stop))
+    thread = threading.Thread(target=lambda: answers.append(manager.should_stop), name="trainer")
     thread.start()
     thread.join()
-    manager.close()
-    assert answers == [False]
+    return answers[0]
+
+
+def test_other_thread_that_asks_first_is_warned_once_until_the_main_thread_asks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        assert [asked_in_a_thread(manager) for _ in range(2)] == [False, False]
+        (warning,) = caplog.messages
+        assert "thread 'trainer'" in warning
+        assert "Ask manager.should_stop once in the main thread" in warning
+        assert not manager.should_stop
+        signal.raise_signal(signal.SIGTERM)
+        assert asked_in_a_thread(manager)
+
+
+def test_other_thread_asks_in_silence_after_the_main_thread(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        assert not manager.should_stop
+        assert not asked_in_a_thread(manager)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("grace", [0, -1.0, float("inf"), float("nan")])

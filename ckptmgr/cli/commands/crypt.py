@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Command
 from ckptmgr.core.errors import KeyProblem, UnsafeWrite
 from ckptmgr.core.names import CONTAINER_SUFFIX
@@ -39,6 +39,14 @@ def _target_options(function: Command) -> Command:
     return click.argument("source", metavar="IN", type=options.PATH)(function)
 
 
+def _refuse_part(_: click.Context, __: click.Parameter, part: str | None) -> None:
+    if part is not None:
+        raise UsageProblem(
+            "decrypt writes the whole file; --only goes with export",
+            hint="ckptmgr export IN -o OUT --to ckpt --only PART writes a part",
+        )
+
+
 @options.command(
     "decrypt",
     examples=(
@@ -48,6 +56,7 @@ def _target_options(function: Command) -> Command:
     ),
 )
 @_target_options
+@click.option("--only", hidden=True, expose_value=False, callback=_refuse_part)
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.files.load.state import SKELETON
 from ckptmgr.state.part import checked_parts, name_prefix
 from ckptmgr.state.paths import StateMismatch
 
@@ -37,8 +38,9 @@ class NamedPart:
         return cls(names[0])
 
     def has(self, name: str) -> bool:
-        """Return whether a tensor belongs to the part."""
-        return name.startswith(name_prefix(self.name))
+        """Return whether a tensor belongs to the part, or is all of it."""
+        prefix = name_prefix(self.name)
+        return name.startswith(prefix) or name == prefix.removesuffix("/")
 
     def read(self, opened: OpenCheckpoint, *, check_crc: bool) -> dict[str, Any]:
         """Return the values of the part, checked, by their names in it; tied weights under each.
@@ -57,7 +59,7 @@ class NamedPart:
         }
         wanted = {name for name in stored if self.has(name)} | set(aliases.values())
         if not wanted:
-            raise self._missing(stored, opened.path)
+            raise self._missing(tops_of(stored, opened.metadata), opened.path)
         values = read_values(opened, choose=wanted.__contains__, check_crc=check_crc)
         found = {name: value for name, value in values.items() if self.has(name)}
         found |= {alias: values[name] for alias, name in aliases.items()}
@@ -72,14 +74,25 @@ class NamedPart:
             raise self._missing((), path)
         return {name.removeprefix(prefix): value for name, value in values.items()}
 
-    def _missing(self, names: Iterable[str], path: Any) -> StateMismatch:
-        parts = sorted({name.partition("/")[0] for name in names if "/" in name})
+    def _missing(self, parts: Sequence[str], path: Any) -> StateMismatch:
         known = f"; its parts are {', '.join(map(repr, parts[:_SHOWN]))}" if parts else ""
         return StateMismatch(
             f"the checkpoint has no tensors of a part {self.name!r}{known}",
             path=path,
             hint="only takes a name at the top of the state that a CheckpointManager or save_state saved",
         )
+
+
+def tops_of(stored: Iterable[str], metadata: Mapping[str, str]) -> list[str]:
+    """Return the parts with tensors, for a message: in a file of a state also lone tensors.
+
+    `metadata` is that of the file, with the second names of tied tensors.
+    """
+    names = {*stored}
+    names |= {alias for alias, name in metadata.items() if name in names}
+    if SKELETON not in metadata:
+        names = {name for name in names if "/" in name}
+    return sorted({name.partition("/")[0] for name in names})
 
 
 def as_framework(values: Mapping[str, Any], framework: str) -> dict[str, Any]:
