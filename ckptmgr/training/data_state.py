@@ -13,6 +13,8 @@ program without them still works. Rules, each found by failing:
 * Between two passes nothing is skipped: `resume` itself puts the generators back.
 * A save at the exit of the manager is of the last step that ended. A batch that was fetched after
   it, and left by `break`, comes again.
+* A loader of Accelerate fetches the next batch before it gives one. So the numbers that this fetch
+  drew, and the one before it, are put back before the last batches that are skipped.
 * A pass that was left before a step ended is over: the program that was saved begins a new one.
 * A loader that is continued steps later, such as one of validation, leaves the random numbers that
   the training has drawn from since where they are.
@@ -51,6 +53,7 @@ class _Pass:
     is_open: bool = True
     is_iterated: bool = True
     mark: int | None = None
+    before: tuple[Mapping[str, object], ...] = ()
     start: Mapping[str, Any] = field(default_factory=dict)
 
     def to_state(self, at: _Place | None) -> dict[str, Any]:
@@ -62,6 +65,7 @@ class _Pass:
             "is_open": self.is_open,
             "count": count,
             "mark": self.mark if count == self.count else None,
+            "before": self.before if count == self.count else (),
             "start": dict(self.start) if self.is_open else None,
             "generators": self.parts.generators() if at is None else at.generators,
             "epochs": self._own_epochs(),
@@ -222,7 +226,7 @@ class DataState:
         self._passes[name] = place
         first = place.count
         try:
-            for batch in iterator:
+            for batch in self._fetched(iterator, place):
                 place.count += 1
                 place.thread = threading.get_ident()
                 place.mark = mark_of(batch)
@@ -234,6 +238,32 @@ class DataState:
             place.is_open = False
         finally:
             place.is_iterated = False
+
+    def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:
+        """Yield batches; note the random numbers before a fetch that is one batch ahead."""
+        if not place.parts.is_ahead:
+            yield from iterator
+            return
+        while True:
+            before = self._random.state_dict()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            place.before = (*place.before[-1:], before)
+            yield batch
+
+    def _as_drawn(
+        self, iterator: Iterator[_T], before: Sequence[Mapping[str, Any]], count: int
+    ) -> Iterator[_T]:
+        """Yield batches; set the random numbers before the last fetches of `count` as they were."""
+        for number in itertools.count(len(before) - count):
+            if 0 <= number < len(before):
+                self._random.load_state_dict(before[number])
+            try:
+                yield next(iterator)
+            except StopIteration:
+                return
 
     def _refuse_beside(self, loader: object, name: str) -> None:
         other = self._passes.get(name)
@@ -277,7 +307,8 @@ class DataState:
             parts.loader.load_state_dict(stored["loader"])
         iterator = iter(parts.loader)
         if not has_state:
-            _skip(iterator, count, mark=stored.get("mark"), name=name)
+            fetched = self._as_drawn(iterator, stored.get("before") or (), count)
+            _skip(fetched, count, mark=stored.get("mark"), name=name)
         self._put_back(parts, at_save, name)
         return _Pass(parts, count=count, start=start), iterator
 

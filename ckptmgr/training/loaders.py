@@ -35,6 +35,7 @@ class LoaderParts:
         self.loader = loader
         self._generators: dict[str, Any] = {}
         self._epochs: dict[str, Any] = {}
+        self._absent: dict[str, tuple[Any, str]] = {}
         seen: set[int] = set()
         for path, part in _walk(loader, "loader", 0):
             if callable(getattr(part, "set_epoch", None)) and id(part) not in seen:
@@ -42,6 +43,8 @@ class LoaderParts:
             seen.add(id(part))
             for name, value in _attributes(part):
                 self._note(f"{path}.{name}", value)
+                if value is None:
+                    self._absent[f"{path}.{name}"] = part, name
         for index, value in enumerate(given):
             if generator_state(value) is None:
                 raise TypeError(
@@ -57,9 +60,17 @@ class LoaderParts:
     @property
     def has_state(self) -> bool:
         """Whether the loader says itself where it stands."""
-        return all(
+        return not self.is_ahead and all(
             callable(getattr(self.loader, name, None)) for name in ("state_dict", "load_state_dict")
         )
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it is a loader of Accelerate, which fetches a batch before it gives the last one.
+
+        Its `state_dict` has neither the order nor the random numbers of that fetch.
+        """
+        return hasattr(self.loader, "use_stateful_dataloader")
 
     @property
     def is_torch(self) -> bool:
@@ -76,7 +87,14 @@ class LoaderParts:
         return {path: _copy(one) for path, one in found.items()}
 
     def set_generators(self, stored: Mapping[str, Any]) -> None:
-        """Set the generators; raise ValueError if others are stored."""
+        """Set the generators; raise ValueError if others are stored.
+
+        Those that a loader makes in its first pass are made here: Accelerate's samplers have such.
+        """
+        for path in stored.keys() & self._absent.keys():
+            part, name = self._absent.pop(path)
+            self._generators[path] = _copy(stored[path])
+            setattr(part, name, self._generators[path])
         kinds = {path: generator_kind(one) for path, one in self._generators.items()}
         stored_kinds = {path: generator_kind(one) for path, one in stored.items()}
         if kinds != stored_kinds:

@@ -112,7 +112,40 @@ class Advancing(Distributed):
         self.sampler.epoch += 1
 
 
+class Late:
+    """A sampler that makes its generator in its first pass, as those of Accelerate do."""
+
+    def __init__(self) -> None:
+        self.rng: random.Random | None = None
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        self.rng = self.rng or random.Random(3)
+        yield from np.split(ROWS[self.rng.sample(range(12), 12)], PER_EPOCH)
+
+
+class Ahead:
+    """Fetches a batch before it gives the last one, as the loaders of Accelerate do."""
+
+    use_stateful_dataloader = False
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        fetched = (ROWS[index::PER_EPOCH] + np.random.random() for index in range(PER_EPOCH))
+        last = next(fetched)
+        for batch in fetched:
+            yield last
+            last = batch
+        yield last
+
+    def state_dict(self) -> object:
+        raise AttributeError("it has the method, and no state")
+
+    def load_state_dict(self, state: object) -> None:
+        raise AttributeError("nor this one")
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
+    "late generator": Late,
+    "one batch ahead": Ahead,
     "own generator": Shuffled,
     "global generator": Global,
     "stateful": Stateful,
@@ -389,6 +422,15 @@ def test_order_that_was_drawn_outside_the_pass_is_said(
     run(2)
     run(3)
     assert "batch 2 of loader 'batches' is another than in the saved run" in caplog.text
+
+
+def test_batches_with_noise_that_come_one_ahead_are_recognised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for last in (3, 4):
+        with saving(tmp_path) as manager:
+            train(Ahead(), last, manager)
+    assert "is another than in the saved run" not in caplog.text
 
 
 @pytest.mark.parametrize("batch", [5, "text", [], np.array(["a"]), [[[[np.ones(1)]]]]], ids=repr)
