@@ -47,6 +47,7 @@ class Kit:
             `ForkServer` that forks the runs of several kits, with its own interpreter and
             variables. It saves the time of imports; frameworks that start threads when they are
             imported cannot have it.
+        ends_with_epoch: Whether runs train to the end of an epoch, as `fit` of Keras does.
         stops_at_once: Whether SIGTERM during the save of a step ends the run after that step, and not
             after the next one.
         python: The interpreter.
@@ -65,6 +66,7 @@ class Kit:
         steps_per_epoch: int,
         keep: int | None = None,
         fork: bool | ForkServer = False,
+        ends_with_epoch: bool = False,
         stops_at_once: bool = False,
         python: str = sys.executable,
         environment: Mapping[str, str] | None = None,
@@ -75,7 +77,7 @@ class Kit:
         inside = steps_per_epoch + steps_per_epoch // 2
         first, last = steps_per_epoch + 1, 2 * steps_per_epoch
         self.program = program
-        self.steps = last + steps_per_epoch // 2 + 1
+        self.steps = last + (steps_per_epoch if ends_with_epoch else steps_per_epoch // 2 + 1)
         self.cuts: Sequence[Cut] = (
             Cut("killed inside an epoch", inside, "kill"),
             Cut("killed at the last batch of an epoch", last, "kill"),

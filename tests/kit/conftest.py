@@ -24,7 +24,7 @@ def server() -> Iterator[ForkServer]:
 def kit(request: pytest.FixtureRequest, server: ForkServer) -> Iterator[Kit]:
     """The kit for the program that `every_cut` names."""
     program, options = request.param
-    if options.get("fork"):
+    if options.get("fork") and "environment" not in options:
         options = {**options, "fork": server}
     with Kit(f"{ROOT}/{program}", **options) as made:
         yield made

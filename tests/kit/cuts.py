@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,17 +11,20 @@ import pytest
 from ckptmgr.testing import Kit
 
 CUTS = [cut.name for cut in Kit("any.py:main", steps_per_epoch=3).cuts]
+KILLS_AT_EDGES = [name for name in CUTS if name.startswith("killed") and "epoch" in name]
 Test = Callable[..., None]
 
 
-def every_cut(programs: Mapping[str, Mapping[str, Any]]) -> Callable[[Test], Test]:
+def every_cut(
+    programs: Mapping[str, Mapping[str, Any]], cuts: Sequence[str] = CUTS
+) -> Callable[[Test], Test]:
     """Call a test with `check` and `cut` for every cut of programs.
 
     `programs` are `file.py:function` from the root of the repository, each to the options of `Kit`.
     """
 
     def decorate(test: Test) -> Test:
-        by_cut = pytest.mark.parametrize("cut", CUTS)(test)
+        by_cut = pytest.mark.parametrize("cut", cuts)(test)
         return pytest.mark.parametrize(
             "kit", list(programs.items()), ids=list(programs), indirect=True, scope="module"
         )(by_cut)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,14 @@ def test_program_that_ends_with_the_step_of_the_signal_passes_where_that_is_said
         kits(text).check(cut(kits.made[-1], "preempted inside"), tmp_path / "next")
     kit = kits(text, stops_at_once=True)
     kit.check(cut(kit, "preempted inside"), tmp_path / "now")
+
+
+def test_program_that_ends_with_its_epoch_passes_a_kit_that_expects_it(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(changed(("while step < steps", "while step < 12")))
+    program = f"{tmp_path}/program.py:main"
+    for ends, outcome in ((True, nullcontext()), (False, pytest.raises(NotConforming))):
+        with Kit(program, steps_per_epoch=4, fork=True, ends_with_epoch=ends) as kit, outcome:
+            kit.check(cut(kit, "killed inside"), tmp_path / str(ends))
 
 
 LOOP, LEAVE = " and not manager.should_stop", " or manager.should_stop"
