@@ -25,7 +25,7 @@ from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.leaves import Leaf, plan_storage
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state, global_generators
-from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, record_of
+from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, keras_way_out, record_of
 from ckptmgr.state.scalars import (
     MOST_EQUAL_HASHES,
     encode_atom,
@@ -164,6 +164,9 @@ class Flattener:
         if atom is not None:
             self._nodes.extend(atom)
             return
+        way_out = keras_way_out(value)
+        if way_out is not None:
+            raise unsupported(path, f"is a {_type_name(value)}", way_out)
         frame = self._frame(value, path, depth + 1)
         if frame is None:
             problem = text_problem(value)

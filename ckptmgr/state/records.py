@@ -201,6 +201,21 @@ def is_nnx(value: object) -> bool:
     return nnx is not None and isinstance(value, nnx.State | nnx.Pytree)
 
 
+def keras_way_out(value: object) -> str | None:
+    """Return how to save a model or optimizer of Keras; None for all other values.
+
+    With torch, a model passes for its `nn.Module`, without optimizer, metrics and seeds.
+    """
+    keras: Any = sys.modules.get("keras")
+    kinds = [getattr(keras, name, None) for name in ("Model", "Optimizer")]
+    if not isinstance(value, tuple(kind for kind in kinds if kind is not None)):
+        return None
+    return (
+        "save the fit with ckptmgr.integrations.keras.CheckpointCallback, or store"
+        " model.get_state_tree(value_format='numpy_array')"
+    )
+
+
 def _nnx_state(value: Any) -> Any:
     nnx: Any = sys.modules["flax.nnx"]
     return value if isinstance(value, nnx.State) else nnx.state(value)
