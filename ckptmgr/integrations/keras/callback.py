@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false
+# (without Keras pyright takes this folder for it)
+"""`CheckpointCallback`: the checkpoints of a `CheckpointManager` as a callback of Keras.
+
+Only public names of Keras are used. Rules, each found by failing:
+
+* A step inside an epoch is saved after its batch, the last one at the end of the epoch: after the
+  validation, whose metrics belong to it, and after what draws random numbers there. With torch that
+  is a pass over the loader that Keras begins, and drops.
+* `fit` begins with whole epochs. So the batches of a resumed one that were used are fetched once
+  more, in their order, and passed over. Then everything is put back as it was, because other
+  callbacks may have changed it meanwhile.
+* Keras calls nothing when `fit` raises: hence the `with` block.
+* Weights may be replaced by their average when `fit` ends: the last step is saved before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import keras
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.integrations.keras.train_function import TrainFunction
+from ckptmgr.integrations.keras.variables import (
+    array_of,
+    global_seed,
+    model_variables,
+    pairs_of,
+    values_of,
+)
+from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.paths import StateMismatch, mismatch
+from ckptmgr.training.manager import CheckpointManager
+
+_BACKENDS = ("jax", "torch")
+_PARTS = {"model", "optimizer", "metrics", "seed", "random", "epoch_random", "epoch", "batch"}
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that has ended, and is not saved yet."""
+
+    number: int
+    epoch: int
+    batch: int  # batches of the epoch that were used; 0 between epochs
+    mark: int | None
+    random: Mapping[str, object]
+    metrics: Mapping[str, float]
+
+
+class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
+    """Saves, prunes and resumes one `fit`; a context manager around it.
+
+    Args:
+        directory: Directory of the checkpoints.
+        config: When and how to save, and what to keep. Metrics have the names of Keras: `loss`,
+            `val_loss` and so on; those of a validation belong to the last step of the epoch.
+        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
+            no `coordinator`, because only training in one process is supported.
+
+    Attributes:
+        manager: The `CheckpointManager`, to list, pin or load checkpoints.
+
+    Raises:
+        ValueError: Keras has another backend than torch or JAX.
+        TypeError, NotADirectoryError: As `CheckpointManager`.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if options.get("coordinator") is not None:
+            raise ValueError(
+                "coordinator= has no effect in CheckpointCallback, which saves runs of one process: leave it out"
+            )
+        if keras.backend.backend() not in _BACKENDS:
+            raise ValueError(
+                f"KERAS_BACKEND={keras.backend.backend()} cannot be resumed bit for bit: choose {' or '.join(_BACKENDS)}"
+            )
+        self.manager = CheckpointManager(directory, config, **options)
+        self._open = contextlib.ExitStack()  # while `fit` trains
+        self._is_entered = self._has_begun = self._is_stopping = False
+        self._saved: Mapping[str, Any] | None = None
+        self._initial_epoch: int | None = None
+        self._seed: Any = None
+        self._step = self._epoch_start = 0
+        self._epoch = 0
+        self._epoch_random: Mapping[str, object] = {}
+        self._pending: _Step | None = None
+        self._batches: TrainFunction | None = None
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the training; after an error as `CheckpointManager` does."""
+        self._is_entered = False
+        self._remove_stand_in()
+        try:
+            self._open.__exit__(kind, error, traceback)
+        finally:
+            self.manager.close()
+
+    @property
+    def initial_epoch(self) -> int:
+        """The epoch in which `fit` goes on; 0 at the start.
+
+        Raises:
+            UnsupportedCheckpoint: The newest checkpoint is not that of a `fit`.
+            CkptmgrError, OSError: As `CheckpointManager.resume`.
+        """
+        if self._initial_epoch is None:
+            found = self.manager.resume()
+            state: Any = found.state
+            if found.checkpoint is not None and not (
+                isinstance(state, dict) and state.keys() >= _PARTS
+            ):
+                raise UnsupportedCheckpoint(
+                    "holds no state of a fit that CheckpointCallback saved",
+                    path=self.manager.directory / found.checkpoint.path.name,
+                    hint="use another directory or prefix",
+                )
+            self._saved, self._step = state, found.step
+            self._initial_epoch = 0 if state is None else int(state["epoch"])
+        return self._initial_epoch
+
+    def load_weights(self, model: Any, checkpoint: Checkpoint | int | str = "latest") -> None:
+        """Load the weights of a checkpoint into a model, such as of `manager.best("val_loss")`.
+
+        Raises:
+            StateMismatch: The model is another than the saved one.
+            CheckpointNotFound, CorruptCheckpoint, KeyProblem: As `CheckpointManager.load`.
+        """
+        found: Any = self.manager.load(checkpoint, only=["model"])
+        for variable, value in pairs_of("model", model_variables(model), found["model"]):
+            variable.assign(value)
+
+    # ------------------------------------------------------------------ hooks of Keras
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore the model; begin to watch for signals.
+
+        Raises:
+            RuntimeError: Outside of a `with` block, or in a second `fit`.
+            StateMismatch: The model is another than the saved one.
+        """
+        if not self._is_entered:
+            raise RuntimeError("train inside `with CheckpointCallback(...) as checkpoints:`")
+        if self._has_begun:
+            raise RuntimeError(
+                "a CheckpointCallback is for one fit: give each its own, with a prefix= or a directory"
+            )
+        self._has_begun = True
+        _ = self.initial_epoch
+        self._seed = global_seed()
+        self._restore()
+        self._open.enter_context(self.manager)
+        self._batches = TrainFunction(self.model)
+        _ = self.manager.should_stop  # which begins to watch
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Put back the random numbers with which the epoch begins.
+
+        Raises:
+            ValueError: `fit` does not go on where the run was saved.
+        """
+        assert self._batches is not None  # noqa: S101 - since `on_train_begin`
+        self._epoch, self._epoch_start = epoch, self._step
+        saved = self._saved
+        if saved is not None:
+            if epoch != saved["epoch"]:
+                raise ValueError(
+                    f"fit begins with epoch {epoch}, and the run was saved in epoch {saved['epoch']}: pass"
+                    " initial_epoch=checkpoints.initial_epoch to fit"
+                )
+            done = saved["batch"]
+            GlobalRandom().load_state_dict(saved["epoch_random" if done else "random"])
+            self._epoch_start = self._step - done
+            if done:
+                self._batches.skip(dict(self.model.get_metrics_result()))
+            else:
+                self._saved = None
+        self._epoch_random = GlobalRandom().state_dict()
+        self._batches.begin_epoch()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Save the step before, if the epoch has gone on after it."""
+        self._end_step()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save by the policy, or at the end of the epoch, if this may be the last batch.
+
+        Raises:
+            StateMismatch: The data are cut into other batches than in the saved run.
+            UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
+        """
+        assert self._batches is not None  # noqa: S101 - since `on_train_begin`
+        steps = self.params["steps"]
+        done = batch + 1 if steps is None else min(batch + 1, steps)
+        if self._batches.is_skipping:
+            self._end_skip(done)
+            return
+        self._pending = _Step(
+            number=self._epoch_start + done,
+            epoch=self._epoch,
+            batch=done,
+            mark=self._batches.mark,
+            random=GlobalRandom().state_dict(),
+            metrics=_numbers(logs),
+        )
+        if steps is not None and done < steps:
+            self._end_step()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Save the last step of the epoch; end the run, if `fit` does."""
+        assert self._batches is not None  # noqa: S101 - since `on_train_begin`
+        if self._batches.is_skipping:
+            assert self._saved is not None  # noqa: S101
+            raise _other_batches(f"after batch {self._saved['batch']}", "the epoch is shorter")
+        is_stopped = self.model.stop_training
+        pending = self._pending
+        # Of data without a length a stopped epoch may have more.
+        if pending is not None and not (is_stopped and self.params["steps"] is None):
+            pending.epoch, pending.batch = epoch + 1, 0
+            pending.random, pending.metrics = GlobalRandom().state_dict(), _numbers(logs)
+        self._end_step()
+        if is_stopped or self._is_stopping or epoch + 1 >= self.params["epochs"]:
+            self._open.close()  # before `fit` replaces the weights by their average
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Cut a validation short after a signal that asks the run to stop."""
+        if self._is_stopping:
+            self.model.stop_evaluating = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Wait for saves in the background."""
+        self._remove_stand_in()
+        self._open.close()
+
+    # ------------------------------------------------------------------ states
+
+    def _end_step(self) -> None:
+        """End a step for the manager, once."""
+        if self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        epoch_random = self._epoch_random
+
+        def content() -> dict[str, object]:
+            model = self.model
+            return {
+                "model": values_of(model_variables(model)),
+                "optimizer": values_of(model.optimizer.variables),
+                "metrics": values_of(model.metrics_variables),
+                "seed": array_of(self._seed),
+                "random": step.random,
+                "epoch_random": epoch_random if step.batch else None,
+                "epoch": step.epoch,
+                "batch": step.batch,
+                "mark": step.mark,
+            }
+
+        self._step = step.number
+        self.manager.step_end(step.number, content, epoch=step.epoch, metrics=step.metrics)
+        if self.manager.should_stop:
+            self._is_stopping = self.model.stop_training = True
+
+    def _end_skip(self, done: int) -> None:
+        """Go on after the last batch that the saved run has used."""
+        assert self._saved is not None and self._batches is not None  # noqa: S101, PT018
+        if done < self._saved["batch"]:
+            return
+        if done > self._saved["batch"]:
+            raise _other_batches(f"after batch {self._saved['batch']}", f"they end with {done}")
+        mark = self._batches.mark
+        if mark != self._saved["mark"]:
+            warnings.warn(
+                f"batch {done} of the epoch is another than in the saved run, so the run does not go on bit for bit: the data"
+                " are others, or their order is drawn from generators of their own, or when an epoch ends",
+                stacklevel=2,
+            )
+        self._restore()
+        GlobalRandom().load_state_dict(self._saved["random"])
+        self._batches.train()
+        self._saved = None
+
+    def _restore(self) -> None:
+        if self._saved is None:
+            return
+        model, saved = self.model, self._saved
+        parts = {
+            "model": model_variables(model),
+            "optimizer": model.optimizer.variables,
+            "metrics": model.metrics_variables,
+        }
+        pairs = [pair for name, part in parts.items() for pair in pairs_of(name, part, saved[name])]
+        for variable, value in pairs:
+            variable.assign(value)
+        self._seed.assign(saved["seed"])
+
+    def _remove_stand_in(self) -> None:
+        if self._batches is not None:
+            self._batches.remove()
+            self._batches = None
+
+
+def _other_batches(saved: str, problem: str) -> StateMismatch:
+    return mismatch(
+        "this fit",
+        [f"the run was saved {saved} of an epoch, and {problem}"],
+        hint="resume with the same data, the same batch size and steps_per_execution",
+    )
+
+
+def _numbers(logs: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in (logs or {}).items()}

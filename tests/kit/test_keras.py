@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fits of Keras go on bit for bit: `make kit FRAMEWORK=keras`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
+from ckptmgr.core.errors import CkptmgrError, UnsupportedCheckpoint
+from ckptmgr.testing.kit import differences
+from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.test_examples import MOST_LINES, lines_of
+
+os.environ["KERAS_BACKEND"] = "torch"  # of this process and those that it starts
+pytest.importorskip("torch")
+keras = pytest.importorskip("keras", reason="needs keras: make kit FRAMEWORK=keras")
+
+from keras.callbacks import Callback  # noqa: E402
+from keras.utils import PyDataset  # noqa: E402
+
+from ckptmgr.integrations.keras import CheckpointCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.kit,
+    pytest.mark.filterwarnings("ignore:__array__ implementation"),  # of torch, by Keras
+    pytest.mark.filterwarnings("ignore:`shuffle=True` was passed"),
+]
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "keras_fit.py"
+OWN = "tests/kit/keras_programs.py"
+JAX = {"KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+COMMON: dict[str, Any] = {"fork": True, "ends_with_epoch": True}
+SMALL = {"steps_per_epoch": 4, **COMMON}
+PROGRAMS = {
+    "examples/keras_fit.py:main": {"steps_per_epoch": 10, "keep": 2, **COMMON},
+    f"{OWN}:arrays": SMALL,
+}
+AT_EDGES = {
+    f"{OWN}:dataset": SMALL,
+    f"{OWN}:loader": SMALL,
+    f"{OWN}:averaged": {**SMALL, "environment": JAX},
+}
+
+
+@every_cut(PROGRAMS)
+@pytest.mark.usefixtures("kit")
+def test_fit_goes_on_as_if_it_had_not_been_cut(cut: str, check: Callable[[str], None]) -> None:
+    check(cut)
+
+
+@every_cut(AT_EDGES, KILLS_AT_EDGES)
+@pytest.mark.usefixtures("kit")
+def test_fit_on_other_data_goes_on_at_the_edges_of_an_epoch(
+    cut: str, check: Callable[[str], None]
+) -> None:
+    check(cut)
+
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+def model_of(*, units: int = 3, is_built: bool = True, seed: int = 0) -> Any:
+    keras.utils.set_random_seed(seed)
+    first = [keras.layers.Input((4,))] if is_built else []
+    hidden = [keras.layers.Dense(units), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential([*first, *hidden])
+    model.compile("adam", "mse")
+    return model
+
+
+class Stop(Callback):  # type: ignore[misc]
+    """Does something at a batch, such as raise."""
+
+    def __init__(self, epoch: int, batch: int, act: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.epoch, self.batch, self.act = epoch, batch, act
+        self.tests = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.present = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if (self.present, batch) == (self.epoch, self.batch):
+            self.act(self.model)
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.tests += 1
+
+
+def fit(
+    directory: Path,
+    epochs: int,
+    *,
+    model: Any = None,
+    data: Any = (X, Y),
+    config: Any = None,
+    callbacks: Any = (),
+    **options: Any,
+) -> Any:
+    """Train on four batches an epoch; return the model."""
+    model = model_of() if model is None else model
+    with CheckpointCallback(directory, config) as checkpoints:
+        options.setdefault("initial_epoch", checkpoints.initial_epoch)
+        if len(data) == 2:
+            options.setdefault("batch_size", 8)
+        model.fit(*data, epochs=epochs, callbacks=[*callbacks, checkpoints], verbose=0, **options)
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    return all(
+        np.array_equal(a, b) for a, b in zip(one.get_weights(), other.get_weights(), strict=True)
+    )
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [one.step for one in CheckpointManager(directory).checkpoints()]
+
+
+def test_draw_between_the_last_batch_and_the_next_epoch_is_the_same(tmp_path: Path) -> None:
+    expected = fit(tmp_path / "uncut", 3)
+    fit(tmp_path / "cut", 1)
+    assert same(fit(tmp_path / "cut", 3, model=model_of(seed=5)), expected)
+
+
+def test_dropout_with_torch_draws_the_same_inside_an_epoch(tmp_path: Path) -> None:
+    expected = fit(tmp_path / "uncut", 2)
+
+    def fail(model: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "cut", 2, callbacks=[Stop(1, 2, fail)])
+    assert steps_in(tmp_path / "cut")[-1] == 6
+    assert same(fit(tmp_path / "cut", 2, model=model_of(seed=5)), expected)
+
+
+def test_callback_before_ours_sees_every_batch_of_the_resumed_epoch(tmp_path: Path) -> None:
+    seen: list[tuple[int, list[str]]] = []
+
+    def note(batch: int, logs: Any) -> None:
+        seen.append((batch, sorted(logs)))
+
+    stop = Stop(0, 1, lambda model: setattr(model, "stop_training", True))
+    fit(tmp_path, 1, callbacks=[stop])
+    fit(tmp_path, 1, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=note)])
+    assert seen == [(batch, ["loss"]) for batch in range(4)]
+    assert steps_in(tmp_path)[-1] == 4
+
+
+def test_finished_run_gives_its_model_without_training(tmp_path: Path) -> None:
+    expected = fit(tmp_path, 1)
+    assert same(fit(tmp_path, 1, model=model_of(seed=3)), expected)
+
+
+def test_model_that_is_built_by_the_fit_resumes(tmp_path: Path) -> None:
+    expected = fit(tmp_path / "uncut", 2, model=model_of(is_built=False))
+    fit(tmp_path / "cut", 1, model=model_of(is_built=False))
+    assert same(fit(tmp_path / "cut", 2, model=model_of(is_built=False)), expected)
+
+
+def test_names_that_count_the_layers_of_a_process_may_be_others(tmp_path: Path) -> None:
+    expected = fit(tmp_path, 1)
+    keras.layers.Dense(1)
+    found = model_of(seed=4)
+    assert found.layers[0].name != expected.layers[0].name
+    assert same(fit(tmp_path, 1, model=found), expected)
+
+
+def test_other_model_is_refused_with_its_variables_and_not_changed(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    with pytest.raises(StateMismatch, match=r"model: .*kernel has shape \(4, 5\), stored is"):
+        fit(tmp_path, 2, model=model_of(units=5))
+    other = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1, name="only")])
+    other.compile("adam", "mse")
+    with pytest.raises(StateMismatch, match="model: sequential/only/bias is not stored"):
+        fit(tmp_path, 2, model=other)
+    longer = model_of()
+    longer.add(keras.layers.Dense(1))
+    longer.compile("adam", "mse")
+    with pytest.raises(StateMismatch, match=r"model: has 7 variables, stored are 5"):
+        fit(tmp_path, 2, model=longer)
+
+
+def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep="best(1, val_loss, min)")
+    fit(tmp_path, 2, config=config, validation_data=(X, Y))
+    with CheckpointCallback(tmp_path, config) as checkpoints:
+        best = checkpoints.manager.best("val_loss")
+        assert best is not None
+        assert (best.step, best.epoch) == (8, 2)
+        model = model_of(seed=9)
+        checkpoints.load_weights(model, best)
+    assert model.evaluate(X, Y, verbose=0) == pytest.approx(best.metrics["val_loss"])
+
+
+def test_encrypted_checkpoints_resume_with_their_key(tmp_path: Path) -> None:
+    secret = CheckpointConfig(
+        enc_key=bytes(range(32)), format="safetensors", async_save="thread", keep="last(1)"
+    )
+    expected = fit(tmp_path, 1, config=secret)
+    with pytest.raises(CkptmgrError, match="encrypted"):
+        fit(tmp_path, 1)
+    assert same(fit(tmp_path, 1, model=model_of(seed=2), config=secret), expected)
+
+
+def test_sigterm_saves_the_step_and_cuts_the_validation_short(tmp_path: Path) -> None:
+    stop = Stop(0, 1, lambda model: os.kill(os.getpid(), signal.SIGTERM))
+    config = CheckpointConfig(save_checkpoint_steps=100)
+    fit(tmp_path, 9, config=config, callbacks=[stop], validation_data=(X, Y))
+    (saved,) = CheckpointManager(tmp_path).checkpoints()
+    assert (saved.step, saved.why) == (2, "preempted")
+    assert stop.tests == 1
+    assert same(fit(tmp_path, 2), fit(tmp_path / "uncut", 2))
+
+
+def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:
+    """Keras calls no `on_train_end` then."""
+
+    def fail(model: Any) -> None:
+        raise ZeroDivisionError
+
+    model, config = model_of(), CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, 2, model=model, config=config, callbacks=[Stop(1, 1, fail)])
+    assert [path for path in tmp_path.iterdir() if "-5" in path.name]
+    assert not type(model.train_function).__module__.startswith("ckptmgr")
+
+
+class Reshuffled(PyDataset):  # type: ignore[misc]
+    """Shuffles its rows when an epoch ends, with a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng, self.order = np.random.default_rng(0), np.arange(32)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.order[index * 8 : index * 8 + 8]
+        return X[rows], Y[rows]
+
+    def on_epoch_end(self) -> None:
+        """Shuffle."""
+        self.rng.shuffle(self.order)
+
+
+def stop_at(epoch: int, batch: int) -> Stop:
+    return Stop(epoch, batch, lambda model: setattr(model, "stop_training", True))
+
+
+def test_data_in_another_order_are_warned_of(tmp_path: Path) -> None:
+    fit(tmp_path, 2, data=(Reshuffled(),), callbacks=[stop_at(1, 1)], shuffle=False)
+    with pytest.warns(UserWarning, match="batch 2 of the epoch is another"):
+        fit(tmp_path, 2, data=(Reshuffled(),), shuffle=False)
+
+
+def test_data_that_go_on_from_epoch_to_epoch_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="do not begin anew with the epoch.*steps_per_epoch"):
+        fit(tmp_path, 2, steps_per_epoch=2, shuffle=False)
+
+
+def test_data_in_other_batches_are_refused(tmp_path: Path) -> None:
+    fit(tmp_path, 1, callbacks=[stop_at(0, 2)])
+    with pytest.raises(StateMismatch, match="after batch 3 of an epoch, and the epoch is shorter"):
+        fit(tmp_path, 1, batch_size=16)
+
+
+GROUPED = """
+import sys, keras, numpy as np
+from ckptmgr import CheckpointManager, StateMismatch
+from ckptmgr.integrations.keras import CheckpointCallback
+
+x = np.ones((32, 4), "float32")
+
+def fit(name, epochs, *more, group=3):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    model.compile("adam", "mse", steps_per_execution=group)
+    with CheckpointCallback(name) as checkpoints:
+        model.fit(x, x[:, :1], batch_size=8, epochs=epochs, verbose=0,
+            initial_epoch=checkpoints.initial_epoch, callbacks=[*more, checkpoints])
+    return model.get_weights()
+
+class Stop(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = True
+
+fit("cut", 2, Stop())
+print([one.step for one in CheckpointManager("cut").checkpoints()])
+try:
+    fit("cut", 2, group=2)
+except StateMismatch as error:
+    print(error)
+for one, other in zip(fit("cut", 2), fit("uncut", 2)):
+    print(np.array_equal(one, other))
+print([one.step for one in CheckpointManager("uncut").checkpoints()])
+"""
+
+
+def test_batches_of_one_execution_are_counted_and_passed_over_together(tmp_path: Path) -> None:
+    """With JAX: with torch Keras has no `steps_per_execution`."""
+    done = subprocess.run(
+        [sys.executable, "-c", GROUPED],
+        cwd=tmp_path,
+        env={**os.environ, **JAX, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.findall(r"^[\[TF].*", done.stdout, re.MULTILINE) == [
+        "[3]",
+        "True",
+        "True",
+        "[3, 4, 7, 8]",
+    ]
+    assert "after batch 3 of an epoch, and they end with 4" in done.stdout
+
+
+def test_fit_that_begins_with_another_epoch_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"epoch 0.*epoch 1.*initial_epoch=checkpoints\."):
+        fit(tmp_path, 2, initial_epoch=0)
+
+
+def test_second_fit_is_refused(tmp_path: Path) -> None:
+    model = model_of()
+    with CheckpointCallback(tmp_path) as checkpoints:
+        model.fit(X, Y, callbacks=[checkpoints], verbose=0)
+        with pytest.raises(RuntimeError, match="for one fit"):
+            model.fit(X, Y, callbacks=[checkpoints], verbose=0)
+
+
+def test_fit_outside_of_the_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="train inside `with CheckpointCallback"):
+        model_of().fit(X, Y, callbacks=[CheckpointCallback(tmp_path)], verbose=0)
+
+
+def test_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"x": 1})
+    with pytest.raises(UnsupportedCheckpoint, match="no state of a fit"):
+        _ = CheckpointCallback(tmp_path).initial_epoch
+
+
+def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="coordinator= has no effect"):
+        CheckpointCallback(tmp_path, coordinator=object())
+
+
+def test_backend_that_cannot_be_resumed_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
+    with pytest.raises(ValueError, match=r"KERAS_BACKEND=tensorflow.*jax or torch"):
+        CheckpointCallback(tmp_path)
+
+
+def test_model_and_optimizer_inside_a_plain_state_are_refused(tmp_path: Path) -> None:
+    model = model_of()
+    for state, path in (({"net": model}, "net"), ({"o": model.optimizer}, "o")):
+        said = rf"state\['{path}'\] is a keras.*\n?.*CheckpointCallback"
+        with pytest.raises(UnsupportedState, match=said):
+            CheckpointManager(tmp_path).resume(state)
+        with pytest.raises(UnsupportedState, match=said):
+            CheckpointManager(tmp_path).save(1, state)
+    tree = {"net": model.get_state_tree(value_format="numpy_array")}
+    CheckpointManager(tmp_path).save(1, tree)
+
+
+def test_loader_without_a_length_saves_its_steps_one_by_one(tmp_path: Path) -> None:
+    def rows() -> Iterator[Any]:
+        for start in range(0, 32, 8):
+            yield X[start : start + 8], Y[start : start + 8]
+
+    with pytest.warns(UserWarning, match="ran out of data"):
+        fit(tmp_path, 1, data=(rows(),))
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def without_checkpoints(text: str) -> str:
+    """Return the same program without ckptmgr."""
+    text = re.sub(r"from ckptmgr.*\n", "", text)
+    head, _, body = re.split(r"( +with CheckpointCallback.*\n)", text)
+    block, end, tail = body.partition("    return model")
+    text = head + re.sub("^    ", "", block, flags=re.MULTILINE) + end + tail
+    text = text.replace("initial_epoch=checkpoints.initial_epoch", "initial_epoch=0")
+    text = text.replace("callbacks=[checkpoints]", "callbacks=[]")
+    assert "checkpoints." not in text
+    return text
+
+
+def test_example_is_at_most_three_lines_longer_and_trains_alike(tmp_path: Path) -> None:
+    text = EXAMPLE.read_text()
+    plain = without_checkpoints(text)
+    assert 0 < lines_of(text) - lines_of(plain) <= MOST_LINES
+    results = []
+    for program in (plain, text):
+        keras.backend.clear_session()
+        names: dict[str, Any] = {"__name__": "example"}
+        exec(program, names)  # noqa: S102 - our own example
+        results.append(names["main"](str(tmp_path / "runs"), 10))
+    assert differences(*results) == []
+
+
+def test_example_runs_as_printed(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLE)]
+    subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
+    assert list((tmp_path / "runs").rglob("*-30.ckpt"))
+
+
+def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = ROOT / "docs" / "keras.md"
+    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for epochs in (3, 4):
+        exec(first.replace("epochs=3", f"epochs={epochs}"), names)  # noqa: S102 - our own page
+        assert max(steps_in(tmp_path / "runs" / "keras")) == 10 * epochs
+    exec(second, names)  # noqa: S102
