@@ -51,6 +51,8 @@ _COMMANDS = {
     "unpin": ("pin", "Take that promise back."),
     "copy": ("copy", "Copy checkpoints to an object store, or from one."),
     "storage": ("storage", "Say what an object store guarantees."),
+    "tag": ("tag", "Add tags to a checkpoint."),
+    "untag": ("tag", "Remove tags from a checkpoint."),
     "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),
     "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),

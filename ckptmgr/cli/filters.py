@@ -44,7 +44,7 @@ _TEXTS: dict[str, Callable[[Checkpoint], tuple[str, ...]]] = {
     "run": lambda one: (one.run_id or "",),
     "why": lambda one: (one.why,),
     "name": lambda one: (one.name,),
-    "tag": lambda one: tuple(pin.name for pin in one.pins),
+    "tag": lambda one: (*one.tags, *(pin.name for pin in one.pins)),
 }
 FIELDS = (*_NUMBERS, "age", *_TEXTS)
 

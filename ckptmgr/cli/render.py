@@ -327,6 +327,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
         "size_bytes": checkpoint.size_bytes,
         "metrics": dict(checkpoint.metrics),
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in checkpoint.pins],
+        "tags": list(checkpoint.tags),
         "state": checkpoint.state.value,
         "format": checkpoint.format,
         "cipher": checkpoint.cipher,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import re
@@ -31,7 +32,10 @@ OpenStore = Callable[[Path], Store]
 
 _STEP = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
-_FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000"
+_FORMS = (
+    "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned, @tag:NAME or 1000..5000"
+)
+_TAG = "@tag:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +155,11 @@ def _chooser(text: str) -> Choose | None:
         return _latest
     if text == "@pinned":
         return lambda found: [c for c in found if c.pins and not c.is_unproven]
+    if text.startswith(_TAG) and len(text) > len(_TAG):
+        name = text.removeprefix(_TAG)
+        return lambda found: [
+            c for c in found if fnmatch.filter(c.tags, name) and not c.is_unproven
+        ]
     if text == "best" or text.startswith("best:"):
         return _best(text)
     if _STEP.fullmatch(text):

@@ -119,6 +119,7 @@ class Checkpoint:
         size_bytes: Size of the data file or files.
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
         pins: Why retention must keep it.
+        tags: Names that people gave it.
         state: Its state in the directory.
         format: `ckpt` or `safetensors`; `opaque` for a container with another file (never listed);
             for checkpoints of other tools the name of the tool.
@@ -161,6 +162,7 @@ class Checkpoint:
     previous: Link | None = None
     parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
     starts_anew: bool = field(default=False, compare=False, repr=False)
+    tags: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         """Return what tells it from others; `dataclasses.asdict` has everything."""

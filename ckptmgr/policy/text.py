@@ -4,7 +4,7 @@
 ```
 policy    rule ("|" rule)*
 rule      last(3)  best(2, loss, min)  every(1000)  within(2d)  hourly(24)  daily(7)  weekly(4)  monthly(6)
-          per_minutes(5)  pinned  all
+          per_minutes(5)  pinned  tagged(release)  all
 metric    bare [A-Za-z_][A-Za-z0-9_./-]*, or quoted: "..." with JSON escapes, or '...' as it stands
 duration  90s 30m 12h 2d 1w, or several in one: 1d12h
 ```
@@ -27,6 +27,7 @@ from typing import Literal, NoReturn
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.policy.rules import MAX_COUNT, All, Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.tag_rules import Tagged
 from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within
 
 MAX_POLICY_CHARACTERS = 4096
@@ -156,6 +157,12 @@ class _Parser:
         self._next += 1
         return name
 
+    def tag(self) -> str:
+        token = self._peek()
+        if token.kind not in ("word", "quoted"):
+            self._fail("expected the name of a tag, e.g. release or 'paper*'", token)
+        return self.metric()
+
     def mode(self) -> Literal["min", "max"]:
         token = self._peek()
         if token.text not in ("min", "max"):
@@ -211,6 +218,7 @@ _ARGUMENTS: dict[str, Callable[[_Parser], object]] = {
     "duration": _Parser.duration,
     "metric": _Parser.metric,
     "mode": _Parser.mode,
+    "tag": _Parser.tag,
 }
 _RULES: dict[str, tuple[Callable[..., Rule], tuple[str, ...]]] = {
     "last": (Last, ("count",)),
@@ -223,6 +231,7 @@ _RULES: dict[str, tuple[Callable[..., Rule], tuple[str, ...]]] = {
     "monthly": (Monthly, ("count",)),
     "per_minutes": (PerMinutes, ("count",)),
     "pinned": (Pinned, ()),
+    "tagged": (Tagged, ("tag",)),
     "all": (All, ()),
 }
 """Name of a rule to its class and the kinds of its arguments."""

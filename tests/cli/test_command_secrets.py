@@ -107,6 +107,8 @@ def lines(
         yield 0, ("ls", runs, "--key", secrets.source(name))
         yield 0, ("inspect", file, "--key", secrets.source(name))
         yield 0, ("verify", file, "--key", secrets.source(name))
+    yield 0, ("tag", file, "release", *key, *sign)
+    yield 0, ("untag", file, "release", *key, *sign)
     yield 0, ("pin", file, *key, *sign)
     yield 0, ("unpin", file, *key, *sign)
     yield 0, ("convert", file, "--compression", "zstd", *everybody, *sign)

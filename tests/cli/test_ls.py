@@ -119,6 +119,7 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "cipher": None,
         "key_id": None,
         "opened_by": [],
+        "tags": [],
         "problem": None,
         "id": Store(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
     }

@@ -35,6 +35,8 @@ REQUIRED = {
     "convert": ("--compression", "zstd"),
     "export": ("--hf", "-o", "out"),
     "diff": (".",),
+    "tag": ("release",),
+    "untag": ("--all",),
     "simulate": ("last(",),
     "reencrypt": ("--to", "env:NOBODY"),
     "sign": ("--private-key", "env:NOBODY"),

@@ -217,6 +217,8 @@ def _facts(contents: FileSummary) -> Iterator[tuple[str, str]]:
         yield "metrics", " ".join(f"{name}={render.number(value)}" for name, value in metrics)
     for pin in checkpoint.pins:
         yield "pinned", f"@{pin.name} {pin.reason}".rstrip()
+    if checkpoint.tags:
+        yield "tags", " ".join(checkpoint.tags)
     for name, value in ({} if plain is None else plain.metadata).items():
         yield "metadata", f"{name} = {_cut(value)!r}"
     if plain is None and is_checkpoint:

@@ -167,7 +167,7 @@ def _metrics(checkpoint: Checkpoint) -> str:
 
 
 def _tags(checkpoint: Checkpoint) -> str:
-    tags = [f"@{pin.name}" for pin in checkpoint.pins]
+    tags = [*(f"@{pin.name}" for pin in checkpoint.pins), *checkpoint.tags]
     if checkpoint.is_emergency:
         tags.append("emergency")
     return " ".join(tags) or "-"

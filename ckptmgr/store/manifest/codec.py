@@ -248,6 +248,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "world": {"size": manifest.world_size},
         "metrics": {name: number_to_json(value) for name, value in manifest.metrics.items()},
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
+        **({"tags": list(manifest.tags)} if manifest.tags else {}),
         "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
@@ -308,11 +309,18 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
             Pin(name=typed(pin["name"], str), reason=typed(pin["reason"], str))
             for pin in document["pins"]
         ),
+        tags=_tags(document.get("tags", [])),
         world_size=count(document["world"], "size"),
         stats=_figures(document["stats"]),
         replaces=None if replaces is None else _replaced_from_document(replaces),
         previous=link_from_document(document.get("previous")),
     )
+
+
+def _tags(names: object) -> tuple[str, ...]:
+    if not isinstance(names, list):
+        raise TypeError(f"tags are a list, not {type(names)}")
+    return tuple(typed(name, str) for name in names)
 
 
 def _figures(document: Mapping[str, object]) -> Figures:

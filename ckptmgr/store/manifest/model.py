@@ -94,6 +94,7 @@ class Manifest:
         why: `policy`, `end`, `preempted`, `manual`, or `exception:NAME`.
         metrics: Name to value.
         pins: Reasons to keep it for ever.
+        tags: Names that people gave it.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
         replaces: The manifest of the data that has this name until the swap, or None.
@@ -120,6 +121,7 @@ class Manifest:
     why: str = "manual"
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
+    tags: tuple[str, ...] = ()
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
     replaces: Manifest | None = None
@@ -201,6 +203,7 @@ class Manifest:
             why=self.why,
             metrics=self.metrics,
             pins=self.pins,
+            tags=self.tags,
             state=state,
             format=self.file.format,
             cipher=self.file.cipher,
