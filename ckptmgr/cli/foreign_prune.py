@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.foreign import foreign_json, foreign_of, needs_proof, titles_of, why_none
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.foreign import trash
 from ckptmgr.maintenance.foreign.prune import (
@@ -28,15 +30,17 @@ if TYPE_CHECKING:
     from ckptmgr.policy.rules import RetentionPolicy
 
 
-def foreign_to_prune(store: Store) -> ForeignListing | None:
+def foreign_to_prune(store: Store, found: Sequence[Checkpoint]) -> ForeignListing | None:
     """Return the checkpoints of other tools, where `prune` is about them; None where it is not.
+
+    `found` is the listing of the store.
 
     Raises:
         UnsafePrune: The directory is one checkpoint of another tool.
         CkptmgrError: It holds no checkpoint itself, but folders below it do.
     """
     listing = foreign_of(store)
-    own = [one for one in store.scan() if one.path not in listing.paths]
+    own = [one for one in found if one.path not in listing.paths]
     if listing.is_itself:
         raise UnsafePrune(
             f"is one checkpoint of {titles_of(listing)[0]}, not a directory of several",

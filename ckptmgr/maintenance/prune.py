@@ -135,17 +135,19 @@ def propose(
     by_series: bool = False,
     grace: timedelta = DEFAULT_GRACE,
     stays: Spared = nothing_spared,
+    found: Sequence[Checkpoint] | None = None,
 ) -> Proposal:
     """Return the plan of a prune at a time `now` (UTC); changes nothing.
 
     Where something would go, the newest one that would stay is verified; without a key, a container
     with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
-    `stays` which checkpoints must stay.
+    `stays` which checkpoints must stay. `found` is the listing, where the caller has just made it;
+    `carry_out` lists again.
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
-    found = store.scan()
+    found = store.scan() if found is None else found
     planner = VerifiedPlanner(store, stays)
     plans = []
     for counted in counted_together(found, series=series, by_series=by_series):

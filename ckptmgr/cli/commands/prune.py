@@ -108,7 +108,8 @@ def prune_command(
             )
         undo_last = undo_foreign if is_last_foreign(store) else _undo
         return undo_last(store, output, is_dry=dry_run)
-    foreign = foreign_to_prune(store)
+    found = store.scan()
+    foreign = foreign_to_prune(store, found)
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     chosen = chosen_by(filters, sort, now)
@@ -137,10 +138,11 @@ def prune_command(
     if not (dry_run or check or yes):
         _check_can_ask(store, policy, chosen, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
-        chosen.check_metrics(store.scan())
+        chosen.check_metrics(found)
         proposal = propose(
             store,
             policy,
+            found=found,
             now=now,
             series=series,
             by_series=by_series,

@@ -35,6 +35,7 @@ from ckptmgr.maintenance.foreign.model import Folder, Pointer
 _NO_METRICS: Mapping[str, float] = {}
 _ZIP_MAGIC = b"PK\x03\x04"
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)\S*\.(?:bin|safetensors)")
+_FILE_SUFFIX = ".ckpt"
 _TRAINER_FILES = ("trainer_state.json", "training_args.bin", "optimizer.pt", "scheduler.pt")
 _MODEL_STATES = re.compile(r"(?:.*_)?model_states\.pt")
 _OPTIMIZER_RANK = re.compile(
@@ -62,7 +63,7 @@ class Layout:
         why_incomplete: Why an entry is not whole, or None; given the step, if it is known.
         pointers: What points at the checkpoints of a directory.
         metrics: Metrics of an entry.
-        takes_files: Whether a checkpoint may be a file.
+        takes_files: Whether a checkpoint may be a file, whose name ends in `.ckpt`.
         takes_others: Whether entries with other names are listed, too.
         has_own_names: Whether no other program uses such names: beside a checkpoint of the tool,
             an entry that holds nothing yet is one, too.
@@ -107,7 +108,12 @@ class Recognition:
 
 def recognise(folder: Folder) -> list[Recognition]:
     """Return the checkpoints of other tools in a directory, in the order of `LAYOUTS`."""
-    entries = {name: one for name, one in folder.entries().items() if not name.startswith(".")}
+    # Of files only those of Lightning are checkpoints; a run of ours has very many others.
+    entries = {
+        name: one
+        for name, one in folder.entries().items()
+        if (one.is_directory or name.endswith(_FILE_SUFFIX)) and not name.startswith(".")
+    }
     answer: list[Recognition] = []
     for layout in LAYOUTS:
         fitting = [
