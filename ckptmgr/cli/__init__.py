@@ -47,6 +47,7 @@ _COMMANDS = {
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "rm": ("rm", "Remove checkpoints by name, into the trash."),
     "simulate": ("simulate", "Show what a retention policy would have kept."),
+    "report": ("report", "Write a page about what a run saved and kept, and at what cost."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
     "copy": ("copy", "Copy checkpoints to an object store, or from one."),

@@ -121,6 +121,7 @@ def lines(
     yield 0, ("diff", file, file, *key, "--other-key", secrets.source("wrapped"))
     yield 0, ("stats", runs, *key)
     yield 0, ("simulate", "last(1)", runs, *key)
+    yield 0, ("report", runs, "-o", work / "report.html", *key)
     yield 0, ("doctor", runs, "--deep", *key)
     yield 0, ("export", file, "--hf", "-o", work / "hub", *key)
     yield 0, ("export", file, "--to", "ckpt", "-o", work / "net.ckpt", *key)

@@ -140,6 +140,7 @@ def test_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:
         ("inspect", "{}"),
         ("export", "{}", "--hf", "-o", "out"),
         ("repair", "{}"),
+        ("report", "{}"),
         ("rekey", "{}", "--key", "{key}", "--add", "{key}"),
         ("reencrypt", "{}", "--key", "{key}", "--to", "{key}"),
         ("convert", "{}", "--compression", "zstd"),

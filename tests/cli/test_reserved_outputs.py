@@ -24,6 +24,7 @@ COMMANDS = {
     "export": ["export", "net-1_1.ckpt", "--hf", "-o"],
     "export --to": ["export", "net-1_1.ckpt", "--to", "ckpt", "-o"],
     "keygen": ["keygen", "-o"],
+    "report": ["report", ".", "-o"],
     "watch": ["watch", ".", "--once", "--state"],
     "transform": ["transform", "ranks", "-o"],
 }

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr report`: what a run saved and kept, why, and at what cost."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.options import Session
+from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, UnsafeWrite
+
+if TYPE_CHECKING:
+    from ckptmgr.maintenance.report.model import RunReport
+    from ckptmgr.observe.json_lines import EventLines
+    from ckptmgr.policy.rules import RetentionPolicy
+
+_FORMS = ("terminal", "csv", "markdown")
+_DEFAULT_TARGET = "report.html"
+
+
+@options.command(
+    "report",
+    examples=("report runs/resnet50 -o report.html", "report runs/resnet50 --markdown"),
+)
+@click.argument("directory", type=options.PATH, default=Path())
+@click.option(
+    "-o",
+    "--output",
+    "target",
+    metavar="FILE",
+    callback=options.checked_output,
+    help="The page; - for stdout.  [default: report.html, here]",
+)
+@click.option("--terminal", is_flag=True, help="Print a short text instead of a page.")
+@click.option("--csv", is_flag=True, help="Print a line for each checkpoint instead.")
+@click.option("--markdown", is_flag=True, help="Print Markdown instead.")
+@click.option("--keep", metavar="EXPR", help="What to keep, as for prune.  [default: ckptmgr.toml]")
+@click.option(
+    "--events",
+    type=options.PATH,
+    metavar="FILE",
+    help="Events that a JsonLinesObserver noted.  [default: events.jsonl in the directory]",
+)
+@click.option("--force", is_flag=True, help="Replace a file that is not an earlier report.")
+@options.series_option
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def report_command(
+    ctx: click.Context,
+    directory: Path,
+    target: str | None,
+    terminal: bool,
+    csv: bool,
+    markdown: bool,
+    keep: str | None,
+    events: Path | None,
+    force: bool,
+    series: str | None,
+    given_trust: options.GivenTrust,
+) -> int:
+    """Write a page about the checkpoints of a directory: one HTML file that loads nothing.
+
+    It shows the checkpoints on the curves of their metrics, which of them the policy keeps and why,
+    what each save cost, disk use and when the disk is full, damage and failures. It reads manifests
+    and the file of events that a run writes with observe=JsonLinesObserver(...); without events the
+    cost of saves, failures and verifications are unknown. Nothing is verified. A page that an
+    earlier report wrote is replaced. -q prints the path of the page.
+    """
+    from ckptmgr.cli import report_view
+    from ckptmgr.cli.foreign import check_not_foreign, why_none
+    from ckptmgr.maintenance.report.model import make_report
+
+    chosen = [
+        name for name, wanted in zip(_FORMS, (terminal, csv, markdown), strict=True) if wanted
+    ]
+    if len(chosen) + ("ckptmgr.json" in ctx.meta) > 1:
+        raise UsageProblem(
+            "one report has one form", hint="choose one of --json, --terminal, --csv and --markdown"
+        )
+    if chosen and target is not None:
+        raise UsageProblem(
+            f"-o is for the page, and --{chosen[0]} prints", hint="drop one of them, or redirect"
+        )
+    store = options.open_store(directory, trust=given_trust.load())
+    if not store.directory.is_dir():
+        raise CheckpointNotFound("no such directory", path=directory)
+    check_not_foreign(store.fs, store.directory)
+    if not store.scan() and (absence := why_none(store.fs, store.directory)) is not None:
+        raise absence
+    noted = _events(events, store.directory)
+    made = make_report(
+        store,
+        policy=_policy(keep, store.directory),
+        now=ctx.ensure_object(Session).now(),
+        series=series,
+        noted=noted,
+    )
+    output = render.make_output(ctx, store.directory)
+    if output.is_json:
+        report_view.print_json(output, made)
+    elif csv:
+        report_view.print_csv(made)
+    elif markdown:
+        report_view.print_markdown(made)
+    elif terminal:
+        report_view.print_text(output, made)
+    else:
+        _write_page(output, made, target or _DEFAULT_TARGET, force=force)
+    return Exit.DONE
+
+
+def _events(given: Path | None, directory: Path) -> EventLines | None:
+    """Return the noted events; None where no file is named and the directory has none."""
+    from ckptmgr.observe.json_lines import EVENTS_NAME, read_events
+
+    path = directory / EVENTS_NAME if given is None else given
+    if not path.is_file():  # a FIFO would be waited for
+        if given is None:
+            return None
+        raise CheckpointFileNotFound("no such file of events", path=path)
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        return read_events(lines)
+
+
+def _policy(keep: str | None, directory: Path) -> RetentionPolicy | None:
+    from ckptmgr.cli.policy_file import CONFIG_NAME, load_policy
+
+    if keep is None and not (directory / CONFIG_NAME).exists():
+        return None
+    return load_policy(keep, directory)
+
+
+def _write_page(output: render.Output, report: RunReport, target: str, *, force: bool) -> None:
+    from ckptmgr.maintenance.report.model import Fate
+    from ckptmgr.maintenance.report.page import MARK, page
+
+    text = page(report)
+    if target == "-":
+        click.echo(text.encode(), nl=False)
+        return
+    path = Path(target)
+    if path.is_dir():
+        path /= _DEFAULT_TARGET
+    if not path.parent.is_dir():
+        raise CheckpointNotFound("no such directory", path=path.parent)
+    if os.path.lexists(path) and not (force or _begins_with(path, MARK)):
+        raise UnsafeWrite(
+            "exists, and is no report", path=path, hint="choose another name, or pass --force"
+        )
+    _replace(path, text.encode())
+    if output.is_quiet:
+        output.paths([path])
+        return
+    here = sum(one.fate not in (Fate.TRASH, Fate.GONE) for one in report.entries)
+    output.line(f"{path}  {render.counted(here, 'checkpoint')}, {render.size(len(text))}")
+
+
+def _begins_with(path: Path, mark: str) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(mark)) == mark.encode()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put data into a file, which appears whole or not at all, with the mode that the umask gives."""
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        with temporary.open("xb") as file:
+            file.write(data)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A report as text: JSON, CSV, Markdown, and the short form for a terminal."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+
+import click
+
+from ckptmgr.cli import render
+from ckptmgr.cli.exits import escape
+from ckptmgr.cli.render import Cell, Output
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
+from ckptmgr.maintenance.report.page import space_sentences, verified
+from ckptmgr.observe.events import Event
+
+_SHOWN = 10
+_COLUMNS = ("step", "series", "run", "saved_at", "size_bytes", "state", "fate", "why", "verified_at", "path")  # fmt: skip
+
+_FATES = {fate: fate.value for fate in Fate} | {
+    Fate.GOES: "that the policy would drop",
+    Fate.TRASH: "in the trash",
+}
+
+
+def print_json(output: Output, report: RunReport) -> None:
+    """Print one object: a checkpoint each as items, all else as the summary."""
+    space = report.space
+    summary: dict[str, Json] = {
+        "made_at": render.timestamp(report.made_at),
+        "policy": report.policy,
+        "counts": {fate.value: report.count(fate) for fate in Fate},
+        "metrics": list(report.metrics),
+        "saves": [_save_json(one) for one in report.saves],
+        "failures": [_failure_json(one) for one in report.failures],
+        "used": [{"at": render.timestamp(at), "bytes": size} for at, size in report.used],
+        "space": {
+            "kept_bytes": space.kept_bytes,
+            "trash_bytes": space.trash_bytes,
+            "free_bytes": space.free_bytes,
+            "save_bytes": space.save_bytes,
+            "interval_s": space.interval_s,
+            "most_bytes": space.most_bytes,
+            "full_in_s": space.full_in_s,
+        },
+        "has_events": report.has_events,
+        "unreadable_events": report.unreadable_event_count,
+    }
+    output.result([_entry_json(one) for one in report.entries], summary)
+
+
+def print_csv(report: RunReport) -> None:
+    """Print a line for each checkpoint, oldest first, under a header; RFC 4180."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow([*_COLUMNS, *(f"metric:{name}" for name in report.metrics)])
+    for one in report.entries:
+        fields = _entry_json(one)
+        fields["why"] = "; ".join(one.why)
+        cells = [fields[name] for name in _COLUMNS]
+        cells += [one.metrics.get(name) for name in report.metrics]
+        writer.writerow(["" if cell is None else _csv_cell(cell) for cell in cells])
+    click.echo(text.getvalue().encode("utf-8", "surrogateescape"), nl=False)
+
+
+def print_markdown(report: RunReport) -> None:
+    """Print headings and tables of Markdown, for a merge request or a wiki."""
+    lines = [f"# Checkpoints of {_markdown(str(report.directory))}", ""]
+    lines += [f"* {_markdown(one)}" for one in _sentences(report)]
+    names = ("step", "saved", "size", *report.metrics, "state", "fate", "why")
+    lines += ["", _row(names), _row(["---"] * len(names))]
+    lines += [_row(_cells(one, report)) for one in reversed(report.entries)]
+    failures = list(_failures(report))
+    if failures:
+        lines += ["", "## Failures", "", *(f"* {_markdown(one)}" for one in failures)]
+    click.echo("\n".join(lines))
+
+
+def print_text(output: Output, report: RunReport) -> None:
+    """Print what is worth a look, and the newest checkpoints."""
+    output.line(Cell(str(report.directory), "bold"))
+    for one in _sentences(report):
+        output.line(one)
+    header = ("step", "saved", "size", *report.metrics, "state", "fate", "why")
+    newest = report.entries[-_SHOWN:]
+    if newest:
+        rows = [[Cell(text) for text in _cells(one, report)] for one in reversed(newest)]
+        names = [name.upper() for name in header]
+        right = " ".join(("STEP", "SIZE", *(name.upper() for name in report.metrics)))
+        output.table(names, rows, right=right)
+    if len(report.entries) > _SHOWN:
+        output.line(f"and {len(report.entries) - _SHOWN} older ones")
+    for one in _failures(report):
+        output.line(Cell("failed  ", "red"), one)
+
+
+def _sentences(report: RunReport) -> Iterator[str]:
+    here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
+    counts = [f"{report.count(fate)} {_FATES[fate]}" for fate in Fate if report.count(fate)]
+    yield f"{render.counted(len(here), 'checkpoint')}: {', '.join(counts) or 'none'}"
+    yield "nothing says what to keep" if report.policy is None else f"policy {report.policy}"
+    yield f"verified last: {verified(here, report.made_at)}"
+    if report.saves:
+        held_up = sum(one.figures.get("blocked_s", 0.0) for one in report.saves)
+        seconds = sum(one.seconds for one in report.saves) / len(report.saves)
+        yield (
+            f"{render.counted(len(report.saves), 'noted save')}: {seconds:.3g} s each until durable,"
+            f" training held up for {held_up:.3g} s in all"
+        )
+    yield from space_sentences(report)
+    if report.unreadable_event_count:
+        yield f"{render.counted(report.unreadable_event_count, 'line')} of the file of events not readable"
+
+
+def _failures(report: RunReport) -> Iterator[str]:
+    for one in report.damaged:
+        yield f"{one.path.name}: {'; '.join(one.why) or one.state}"
+    for event in report.failures:
+        step = "" if event.step is None else f" step {event.step}"
+        yield f"{event.name}{step}: {event.error_type}: {event.error}"
+
+
+def _cells(one: Entry, report: RunReport) -> list[str]:
+    return [
+        str(one.step),
+        render.timestamp(one.saved_at),
+        render.size(one.size_bytes),
+        *(render.number(one.metrics.get(name)) for name in report.metrics),
+        one.state,
+        one.fate.value,
+        "; ".join(one.why),
+    ]
+
+
+def _entry_json(one: Entry) -> dict[str, Json]:
+    return {
+        "path": str(one.path),
+        "series": one.series,
+        "run": one.run_id,
+        "step": one.step,
+        "saved_at": render.timestamp(one.saved_at),
+        "size_bytes": one.size_bytes,
+        "metrics": dict(one.metrics),
+        "state": one.state,
+        "fate": one.fate.value,
+        "why": list(one.why),
+        "verified_at": None if one.verified_at is None else render.timestamp(one.verified_at),
+    }
+
+
+def _save_json(event: Event) -> dict[str, Json]:
+    return {
+        "at": event.at,
+        "step": event.step,
+        "size_bytes": event.size_bytes,
+        "seconds": event.seconds,
+        "blocked_s": event.figures.get("blocked_s", 0.0),
+    }
+
+
+def _failure_json(event: Event) -> dict[str, Json]:
+    return {
+        "at": event.at,
+        "event": event.name,
+        "step": event.step,
+        "error_type": event.error_type,
+        "error": event.error,
+    }
+
+
+def _csv_cell(cell: Json) -> str:
+    """Return a cell; a text that a spreadsheet would calculate is quoted for it."""
+    text = str(cell)
+    return f"'{text}" if isinstance(cell, str) and text[:1] in ("=", "+", "-", "@", "\t") else text
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(map(_markdown, cells)) + " |"
+
+
+def _markdown(text: str) -> str:
+    return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

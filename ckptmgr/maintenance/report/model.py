@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a report, from the manifests of a directory, its trash, a policy and noted events."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.core.model import UNFINISHED, Checkpoint, State, Verdict
+from ckptmgr.maintenance.prune_plan import Counted, counted_together, plan_with
+from ckptmgr.observe.events import Event
+from ckptmgr.observe.json_lines import EventLines
+from ckptmgr.policy.forecast import most_kept
+from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.store import trash
+from ckptmgr.store.store import Store
+
+_DAMAGED = (State.CORRUPT, State.MISSING)
+
+
+class Fate(enum.Enum):
+    """Where a checkpoint stands."""
+
+    KEPT = "kept"
+    GOES = "goes"
+    """Here, but the policy would drop it."""
+    DAMAGED = "damaged"
+    TRASH = "trash"
+    GONE = "gone"
+    """Noted when it was saved, and no longer here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One checkpoint of the report.
+
+    Attributes:
+        path: Its file.
+        run_id: The newest run of its line; None for files of no run, and where it is unknown.
+        saved_at: When the save was acknowledged, UTC.
+        state: Its state in the directory; the fate for what is not in there.
+        why: What keeps it, how near each rule came, or what is wrong with it.
+        verified_at: When it was verified last, as far as events say.
+    """
+
+    path: Path
+    series: str
+    run_id: str | None
+    step: int
+    saved_at: datetime
+    size_bytes: int
+    metrics: Mapping[str, float]
+    state: str
+    fate: Fate
+    why: tuple[str, ...] = ()
+    verified_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The disk, in bytes; None where the file system does not say.
+
+    Attributes:
+        kept_bytes: Checkpoints of the directory.
+        trash_bytes: Checkpoints in its trash.
+        free_bytes: What may still be written.
+        save_bytes: Size of the newest checkpoint; None without one.
+        interval_s: Median time between the last saves, in seconds; None for fewer than two.
+        most_bytes: Most bytes that the policy keeps, at the size of the newest; None for any number.
+    """
+
+    kept_bytes: int
+    trash_bytes: int
+    free_bytes: int | None
+    save_bytes: int | None
+    interval_s: float | None
+    most_bytes: int | None
+
+    @property
+    def full_in_s(self) -> float | None:
+        """Seconds until the disk is full at the pace of the last saves, if nothing is removed."""
+        if self.free_bytes is None or not self.save_bytes or self.interval_s is None:
+            return None
+        return self.free_bytes / self.save_bytes * self.interval_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """Everything that a report shows.
+
+    Attributes:
+        directory: The directory.
+        made_at: The present time, UTC.
+        policy: Text of the retention policy; None where nothing says what to keep.
+        entries: Checkpoints, oldest first.
+        metrics: Names of their metrics.
+        saves: The events `save.durable`, oldest first.
+        failures: The events that failed, oldest first, and the damaged checkpoints of `entries`.
+        used: Time and bytes of the directory after each noted save and prune; empty without events.
+        has_events: Whether events were given; without them nothing is known about the cost of saves.
+        unreadable_event_count: Lines of the file of events that are none.
+    """
+
+    directory: Path
+    made_at: datetime
+    policy: str | None
+    entries: tuple[Entry, ...]
+    metrics: tuple[str, ...]
+    saves: tuple[Event, ...]
+    failures: tuple[Event, ...]
+    used: tuple[tuple[datetime, int], ...]
+    space: Space
+    has_events: bool
+    unreadable_event_count: int = 0
+
+    @property
+    def damaged(self) -> tuple[Entry, ...]:
+        """The damaged checkpoints."""
+        return tuple(one for one in self.entries if one.fate is Fate.DAMAGED)
+
+    def count(self, fate: Fate) -> int:
+        """Return how many checkpoints have this fate."""
+        return sum(one.fate is fate for one in self.entries)
+
+
+def make_report(
+    store: Store,
+    *,
+    policy: RetentionPolicy | None,
+    now: datetime,
+    series: str | None = None,
+    noted: EventLines | None = None,
+) -> RunReport:
+    """Return the report of a directory at a time `now` (UTC); nothing is verified or changed.
+
+    Raises:
+        UnsafePrune: The policy is refused; see `retention.plan`.
+    """
+    events = () if noted is None else noted.events
+    own = [one for one in events if _is_of(one, store.directory, series)]
+    found = [one for one in store.scan() if one.state not in UNFINISHED]
+    verified = _verified(own)
+    entries = []
+    for counted in counted_together(found, series=series):
+        entries += _entries(counted, policy, now, verified)
+    thrown = [
+        one
+        for batch in trash.batches(store)
+        for one in batch.checkpoints
+        if series in (None, one.series)
+    ]
+    entries += [_entry(one, one.run_id, Fate.TRASH, verified) for one in thrown]
+    entries += _gone(own, {one.path.name for one in entries})
+    entries.sort(key=lambda one: (one.saved_at, one.step))
+    return RunReport(
+        directory=store.directory,
+        made_at=now,
+        policy=None if policy is None else str(policy),
+        entries=tuple(entries),
+        metrics=tuple(sorted({name for one in entries for name in one.metrics})),
+        saves=tuple(one for one in own if one.name == "save.durable"),
+        failures=tuple(one for one in own if not one.is_ok and one.name != "save.superseded"),
+        used=tuple(_used(own)),
+        space=_space(store, entries, policy),
+        has_events=noted is not None,
+        unreadable_event_count=0 if noted is None else noted.unreadable_count,
+    )
+
+
+def _is_of(event: Event, directory: Path, series: str | None) -> bool:
+    """Return whether an event is about a directory; a file of events may be of several."""
+    if event.series is not None and series not in (None, event.series):
+        return False
+    if event.path is None:
+        return True
+    return directory.name in (event.path.name, event.path.parent.name)
+
+
+def _entries(
+    counted: Counted, policy: RetentionPolicy | None, now: datetime, verified: Mapping[str, float]
+) -> list[Entry]:
+    run_of = {one.path: line.run_id for line in counted.lines for one in line.checkpoints}
+    if policy is None:
+        verdicts = [
+            Verdict(checkpoint=one, is_kept=True)
+            for line in counted.lines
+            for one in line.checkpoints
+        ]
+    else:
+        verdicts = list(plan_with(counted, {}, policy, now).verdicts)
+    return [
+        _entry(one.checkpoint, run_of[one.checkpoint.path], _fate(one), verified, verdict=one)
+        for one in verdicts
+    ]
+
+
+def _fate(verdict: Verdict) -> Fate:
+    if verdict.checkpoint.state in _DAMAGED:
+        return Fate.DAMAGED
+    return Fate.KEPT if verdict.is_kept else Fate.GOES
+
+
+def _entry(
+    checkpoint: Checkpoint,
+    run_id: str | None,
+    fate: Fate,
+    verified: Mapping[str, float],
+    *,
+    verdict: Verdict | None = None,
+) -> Entry:
+    verified_s = verified.get(checkpoint.name)
+    reasons = () if verdict is None else verdict.reasons or verdict.nearest
+    why = [reason.detail for reason in reasons]
+    if checkpoint.problem is not None and not any(checkpoint.problem in one for one in why):
+        why.insert(0, checkpoint.problem)
+    return Entry(
+        path=checkpoint.path,
+        series=checkpoint.series,
+        run_id=run_id,
+        step=checkpoint.step,
+        saved_at=checkpoint.saved_at,
+        size_bytes=checkpoint.size_bytes,
+        metrics=checkpoint.metrics,
+        state=checkpoint.state.value,
+        fate=fate,
+        why=tuple(why),
+        # An event may be about an earlier file of this name.
+        verified_at=datetime.fromtimestamp(verified_s, UTC)
+        if verified_s is not None and verified_s >= checkpoint.saved_at.timestamp()
+        else None,
+    )
+
+
+def _verified(noted: Sequence[Event]) -> dict[str, float]:
+    """Return when the file of a name was found intact last, in seconds since the epoch."""
+    return {
+        one.path.name: one.at
+        for one in sorted(noted, key=lambda event: event.at)
+        if one.name == "verify" and one.is_ok and one.path is not None
+    }
+
+
+def _gone(noted: Sequence[Event], present: set[str]) -> list[Entry]:
+    saved = {
+        one.path.name: one for one in noted if one.name == "save.durable" and one.path is not None
+    }
+    return [
+        Entry(
+            path=one.path,
+            series=one.series or "",
+            run_id=None,
+            step=one.step or 0,
+            saved_at=datetime.fromtimestamp(one.at, UTC),
+            size_bytes=one.size_bytes,
+            metrics={},
+            state=Fate.GONE.value,
+            fate=Fate.GONE,
+        )
+        for name, one in saved.items()
+        if name not in present and one.path is not None
+    ]
+
+
+def _used(noted: Sequence[Event]) -> list[tuple[datetime, int]]:
+    used_bytes, course = 0, []
+    for one in sorted(noted, key=lambda event: event.at):
+        if one.name == "save.durable":
+            used_bytes += one.size_bytes
+        elif one.name == "prune" and one.is_ok:
+            used_bytes = max(0, used_bytes - int(one.figures.get("freed_bytes", 0)))
+        else:
+            continue
+        course.append((datetime.fromtimestamp(one.at, UTC), used_bytes))
+    return course
+
+
+def _space(store: Store, entries: Sequence[Entry], policy: RetentionPolicy | None) -> Space:
+    saves = [one for one in entries if one.fate is not Fate.DAMAGED]
+    times = [one.saved_at.timestamp() for one in saves[-21:]]
+    gaps = [late - early for early, late in itertools.pairwise(times)]
+    save_bytes = saves[-1].size_bytes if saves else None
+    count = None if policy is None else most_kept(policy)
+    return Space(
+        kept_bytes=sum(
+            one.size_bytes for one in entries if one.fate not in (Fate.TRASH, Fate.GONE)
+        ),
+        trash_bytes=sum(one.size_bytes for one in entries if one.fate is Fate.TRASH),
+        free_bytes=store.fs.free_bytes(store.directory),
+        save_bytes=save_bytes,
+        interval_s=statistics.median(gaps) if gaps else None,
+        most_bytes=None if count is None or save_bytes is None else count * save_bytes,
+    )

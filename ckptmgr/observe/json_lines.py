@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON-lines observer: each event as one line of a file, and the way back; `ckptmgr report` reads such files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptmgr.observe.events import Event
+
+EVENTS_NAME = "events.jsonl"
+"""The file in a checkpoint directory that `ckptmgr report` reads unless another one is named."""
+
+
+class JsonLinesObserver:
+    """Append each event to a file as one line of JSON: the keys of `Event`, NaN as null.
+
+    A line is written by one call, so that processes may share a file. The file is opened for each
+    event: it may be rotated or removed at any time.
+
+    Args:
+        path: The file; its directory is made with the first event.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def __call__(self, event: Event) -> None:
+        """Append one event."""
+        line = json.dumps(_finite(event.to_json())) + "\n"
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self._path, flags, 0o666)
+        except FileNotFoundError:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, flags, 0o666)
+        try:
+            os.write(descriptor, line.encode())
+        finally:
+            os.close(descriptor)
+
+
+class EventLines(NamedTuple):
+    """The events of a file, and how many of its lines are none."""
+
+    events: list[Event]
+    unreadable_count: int
+
+
+def read_events(lines: Iterable[str]) -> EventLines:
+    """Return the events of lines, in their order; a line cut short by a crash is only counted."""
+    events, unreadable_count = [], 0
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            events.append(_event(json.loads(line)))
+        except (KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError):
+            unreadable_count += 1
+    return EventLines(events, unreadable_count)
+
+
+def _event(fields: Mapping[str, object]) -> Event:
+    path, step, figures, notes = (fields[name] for name in ("path", "step", "figures", "notes"))
+    if not (isinstance(figures, dict) and isinstance(notes, list)):
+        raise TypeError("figures or notes of an event")
+    at = _number(fields["at"])
+    datetime.fromtimestamp(at, UTC)  # those that no calendar has are refused
+    return Event(
+        name=str(fields["event"]),
+        at=at,
+        seconds=_number(fields["seconds"]),
+        size_bytes=int(_number(fields["size_bytes"])),
+        path=None if path is None else Path(str(path)),
+        series=_text(fields["series"]),
+        step=step if isinstance(step, int) else None,
+        error=_text(fields["error"]),
+        error_type=_text(fields["error_type"]),
+        figures={str(name): _number(value) for name, value in figures.items() if value is not None},
+        notes=tuple(map(str, notes)),
+    )
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TypeError("a number of an event")
+    return float(value)
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return value

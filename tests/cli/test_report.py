@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr report`, of directories that a run saved to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.event_log import JsonLinesObserver
+from tests.cli.running import run
+from tests.cli.schemas import run_with_schema
+from tests.support.saved import overwrite, save_run, tree_of
+
+LOSSES = {10: {"loss": 3.0}, 20: {"loss": 1.0}, 30: {"loss": 2.0}, 40: {"loss": float("nan")}}
+POLICY = ("--keep", "last(1) | best(1, loss, min)")
+
+
+class Page(HTMLParser):
+    """The elements, attributes and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def page_of(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def saved_with_events(directory: Path) -> None:
+    """Save five steps, of which the last two stay, and note the events."""
+    observer = JsonLinesObserver(directory / "events.jsonl")
+    config = CheckpointConfig(save_checkpoint_steps=1, keep="last(2)")
+    with CheckpointManager(directory, config, observe=observer) as manager:
+        for step in range(1, 6):
+            manager.step_end(step, {"w": np.arange(4.0)}, metrics={"loss": 1 / step})
+
+
+def test_page_loads_nothing_and_runs_no_script(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    save_run(runs, list(LOSSES), metrics=LOSSES)
+    answer = run("report", runs, *POLICY, "-o", tmp_path / "r.html")
+    assert (answer.exit_code, answer.stderr) == (0, "")
+    assert answer.stdout.startswith(f"{tmp_path / 'r.html'}  4 checkpoints, ")
+    found = page_of(tmp_path / "r.html")
+    assert "script" not in found.tags
+    assert found.addresses == ["data:,"]
+    assert {"svg", "table", "polyline", "circle"} <= set(found.tags)
+    assert (tmp_path / "r.html").stat().st_mode & 0o777 == 0o666 & ~_umask()
+
+
+def test_page_names_the_reasons_of_the_policy(tmp_path: Path) -> None:
+    save_run(tmp_path, list(LOSSES), metrics=LOSSES)
+    document = run_with_schema("report", tmp_path, *POLICY)
+    fates = {item["step"]: (item["fate"], item["why"]) for item in document["items"]}
+    assert fates[20] == ("kept", ["best 1/1 loss=1"])
+    assert fates[10][0] == fates[30][0] == "goes"
+    assert fates[40] == ("kept", ["last 1/1"])
+    assert document["summary"]["counts"]["goes"] == 2
+    assert document["summary"]["policy"] == POLICY[1]
+    page = run("report", tmp_path, *POLICY, "-o", "-").stdout
+    assert "best 1/1 loss=1" in page
+    assert "here, the policy would drop it" in page
+
+
+def test_report_of_a_policy_file_and_of_none(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    none = run_with_schema("report", tmp_path)
+    assert (none["summary"]["policy"], none["summary"]["counts"]["kept"]) == (None, 2)
+    (tmp_path / "ckptmgr.toml").write_text('keep = "last(1)"\n', encoding="utf-8")
+    chosen = run_with_schema("report", tmp_path)
+    assert (chosen["summary"]["policy"], chosen["summary"]["counts"]["goes"]) == ("last(1)", 1)
+
+
+def test_report_shows_what_noted_saves_cost_and_what_is_gone(tmp_path: Path) -> None:
+    saved_with_events(tmp_path)
+    document = run_with_schema("report", tmp_path)
+    summary = document["summary"]
+    assert [item["step"] for item in document["items"] if item["fate"] == "gone"] == [1, 2, 3]
+    assert [save["step"] for save in summary["saves"]] == [1, 2, 3, 4, 5]
+    assert all(save["seconds"] > 0 for save in summary["saves"])
+    assert summary["has_events"]
+    assert len(summary["used"]) == 8  # five saves, three prunes
+    assert summary["used"][-1]["bytes"] == sum(
+        item["size_bytes"] for item in document["items"] if item["fate"] == "kept"
+    )
+    page = run("report", tmp_path, "-o", "-").stdout
+    assert "training held up" in page
+    assert "step 5: durable after" in page
+
+
+def test_report_without_events_says_how_to_note_them(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    page = run("report", tmp_path, "-o", "-").stdout
+    assert "observe=JsonLinesObserver(...)" in page
+    assert not run_with_schema("report", tmp_path)["summary"]["has_events"]
+
+
+def test_failed_save_and_damaged_checkpoint_are_failures(tmp_path: Path) -> None:
+    path, _ = save_run(tmp_path, [10, 20])
+    overwrite(path, b"short")
+    event = {
+        "event": "save.failed", "at": 1.0, "seconds": 0.1, "size_bytes": 0, "path": None, "series": "net",
+        "step": 30, "error": "no space left", "error_type": "StoreFull", "figures": {}, "notes": [],
+    }  # fmt: skip
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + '\n{"event": "cut sh', "utf-8")
+    document = run_with_schema("report", tmp_path)
+    assert document["summary"]["failures"][0]["error"] == "no space left"
+    assert document["summary"]["unreadable_events"] == 1
+    assert document["summary"]["counts"]["damaged"] == 1
+    text = run("report", tmp_path, "--terminal").stdout
+    assert "failed  net-1_10.ckpt: " in text
+    assert "failed  save.failed step 30: StoreFull: no space left" in text
+    assert "1 line of the file of events not readable" in text
+
+
+def test_time_of_the_last_verification_comes_from_events(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    event = {
+        "event": "verify", "at": path.stat().st_mtime + 4e9, "seconds": 0.1, "size_bytes": 0, "path": str(path),
+        "series": "net", "step": 10, "error": None, "error_type": None, "figures": {}, "notes": [],
+    }  # fmt: skip
+    (tmp_path / "events.jsonl").write_text(json.dumps(event), "utf-8")
+    (item,) = run_with_schema("report", tmp_path)["items"]
+    assert item["verified_at"] is not None
+    event["at"] = 1.0  # of an earlier file of this name
+    (tmp_path / "events.jsonl").write_text(json.dumps(event), "utf-8")
+    (item,) = run_with_schema("report", tmp_path)["items"]
+    assert item["verified_at"] is None
+
+
+def test_checkpoint_in_the_trash_is_shown_as_such(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    assert run("prune", tmp_path, "--keep", "last(1)", "--yes").exit_code == 0
+    document = run_with_schema("report", tmp_path)
+    assert {item["step"]: item["fate"] for item in document["items"]} == {10: "trash", 20: "kept"}
+    assert document["summary"]["space"]["trash_bytes"] > 0
+
+
+def test_names_from_files_are_text_on_the_page_and_no_formula_in_csv(tmp_path: Path) -> None:
+    hostile = "<script>alert(1)</script>"
+    save_run(tmp_path, [10], metrics={10: {hostile: 1.0}}, series="=cmd")
+    page = Page(run("report", tmp_path, "-o", "-").stdout)
+    assert "script" not in page.tags
+    assert hostile in page.texts
+    (row,) = csv.DictReader(run("report", tmp_path, "--csv").stdout.splitlines())
+    assert row["series"] == "'=cmd"
+    assert row[f"metric:{hostile}"] == "1.0"
+    assert "<script>" not in run("report", tmp_path, "--markdown").stdout
+
+
+def test_markdown_and_terminal_show_the_newest_first(tmp_path: Path) -> None:
+    save_run(tmp_path, list(range(1, 13)))
+    markdown = run("report", tmp_path, "--markdown").stdout.splitlines()
+    assert markdown[0] == f"# Checkpoints of {tmp_path}"
+    assert next(line for line in markdown if line.startswith("| 1")).startswith("| 12 |")
+    text = run("report", tmp_path, "--terminal").stdout
+    assert "and 2 older ones" in text
+
+
+def test_earlier_report_is_replaced_and_any_other_file_stays(tmp_path: Path) -> None:
+    runs, target = tmp_path / "runs", tmp_path / "page.html"
+    save_run(runs, [10])
+    for _ in range(2):
+        assert run("report", runs, "-o", target, "-q").stdout == f"{target}\n"
+    target.write_text("mine", encoding="utf-8")
+    refused = run("report", runs, "-o", target)
+    assert refused.exit_code == 13
+    assert "exists, and is no report" in refused.stderr
+    assert target.read_text(encoding="utf-8") == "mine"
+    assert run("report", runs, "-o", target, "--force").exit_code == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "runs"]
+
+
+def test_report_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    before = tree_of(tmp_path)
+    for form in (["-o", "-"], ["--json"], ["--csv"], ["--markdown"], ["--terminal"]):
+        assert run("report", tmp_path, *form).exit_code == 0
+    assert tree_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--csv", "--json"], "one report has one form"),
+        (["--csv", "--markdown"], "one report has one form"),
+        (["--csv", "-o", "x.csv"], "-o is for the page"),
+        (["--events", "no.jsonl"], "no such file of events"),
+        (["-o", "missing/r.html"], "no such directory"),
+    ],
+)
+def test_report_refuses_what_it_cannot_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_run(tmp_path, [10])
+    answer = run("report", tmp_path, *options)
+    assert answer.exit_code in (2, 10)
+    assert reason in answer.stderr
+
+
+def test_report_of_no_checkpoints_and_of_no_directory(tmp_path: Path) -> None:
+    document = run_with_schema("report", tmp_path)
+    assert document["items"] == []
+    assert run("report", tmp_path, "-o", "-").exit_code == 0
+    assert run("report", tmp_path / "none").exit_code == 10
+
+
+def test_many_checkpoints_are_thinned_on_the_chart_but_not_in_csv(tmp_path: Path) -> None:
+    lines = []
+    for step in range(3000):
+        event = {
+            "event": "save.durable", "at": float(step), "seconds": 0.1, "size_bytes": 1,
+            "path": str(tmp_path / f"net-{step}.ckpt"), "series": "net", "step": step, "error": None,
+            "error_type": None, "figures": {"blocked_s": 0.05}, "notes": [],
+        }  # fmt: skip
+        lines.append(json.dumps(event))
+    save_run(tmp_path, [4000])
+    (tmp_path / "events.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    page = Page(run("report", tmp_path, "-o", "-").stdout)
+    assert page.tags.count("circle") <= 1501
+    assert len(run("report", tmp_path, "--csv").stdout.splitlines()) == 3002
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
