@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
 from ckptmgr.cli.run_lines import run_by_name
 from ckptmgr.cli.selectors import list_selected
 from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import RunLine, lines_of
@@ -25,6 +25,7 @@ from ckptmgr.store.store import Store
 if TYPE_CHECKING:
     from ckptmgr.cli.options import GivenTrust
     from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
+    from ckptmgr.maintenance.past_checks import PastCheck
 
 _MOST_FOLDERS = 100_000
 _MOST_DEPTH = 16
@@ -32,12 +33,25 @@ _MOST_DEPTH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A checkpoint of a listing; `foreign` if another tool wrote it, `run` the newest of its line."""
+    """A checkpoint of a listing; `foreign` if another tool wrote it, `run` the newest of its line.
+
+    `past` is what an earlier `verify` found.
+    """
 
     checkpoint: Checkpoint
     directory: Path
     run: str | None = None
     foreign: ForeignCheckpoint | None = None
+    past: PastCheck | None = None
+
+    @property
+    def state(self) -> str:
+        """Its state, or what an earlier check found, if that is worse."""
+        one = self.checkpoint
+        is_sound = one.is_countable or one.is_emergency or one.state is State.PLAIN
+        if self.past is not None and self.past.is_bad and is_sound:
+            return self.past.status
+        return one.state.value
 
     def place(self, root: Path) -> str:
         """Return its directory as seen from another one."""
@@ -60,6 +74,7 @@ class Place:
     others: Sequence[ForeignCheckpoint]
     lines: list[RunLine] = field(default_factory=list)
     has_foreign: bool = False
+    checks: Mapping[str, PastCheck] = field(default_factory=dict)
 
     @property
     def paths(self) -> frozenset[Path]:
@@ -70,7 +85,15 @@ class Place:
     def entries(self) -> list[Entry]:
         """All checkpoints: ours first, each oldest first."""
         runs, directory = run_by_name(self.lines), self.store.directory
-        own = [Entry(checkpoint=one, directory=directory, run=runs[one.name]) for one in self.found]
+        own = [
+            Entry(
+                checkpoint=one,
+                directory=directory,
+                run=runs[one.name],
+                past=self.checks.get(one.name),
+            )
+            for one in self.found
+        ]
         theirs = [
             Entry(checkpoint=one.checkpoint, directory=directory, foreign=one)
             for one in self.others
@@ -129,6 +152,8 @@ def places_of(
 
 
 def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
+    from ckptmgr.maintenance.past_checks import recall
+
     listed = list_selected(store, series=series, with_leftovers=with_leftovers)
     foreign = foreign_of(store)
     found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
@@ -140,6 +165,7 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
         others=[one for one in foreign.checkpoints if series in (None, one.checkpoint.series)],
         lines=lines_of(found),
         has_foreign=bool(foreign.checkpoints),
+        checks=recall(store, found),
     )
 
 
@@ -165,7 +191,13 @@ def entry_json(entry: Entry) -> dict[str, Json]:
     """Return the JSON fields of an entry."""
     if entry.foreign is not None:
         return {**foreign_json(entry.foreign), "line": None}
-    return {**render.checkpoint_json(entry.checkpoint), "line": entry.run}
+    fields: dict[str, Json] = {**render.checkpoint_json(entry.checkpoint), "line": entry.run}
+    past = entry.past
+    if past is not None:
+        at = render.timestamp(past.at)
+        facts = {"at": at, "level": past.level, "status": past.status, "problem": past.problem}
+        fields["checked"] = facts
+    return fields
 
 
 def counted_directories(entries: Sequence[Entry]) -> str:

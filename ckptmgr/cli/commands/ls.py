@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptmgr.cli.places import Entry, Place
 
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
+_STATE = _HEADER.index("STATE")
 _SHOWN_METRICS = 2
 
 
@@ -62,6 +63,10 @@ def ls_command(
     Checkpoints of the Trainer of Transformers, Lightning, Megatron, DeepSpeed, torchtitan, Orbax
     and torch.distributed.checkpoint are listed, too: FORMAT is the tool, STATE complete or
     incomplete, and TAGS what points at one, such as latest.
+
+    Where verify has been here, CHECKED is the age of its result, and what it found damaged or
+    missing, and has not changed since, is shown so. Such notes decide nothing; with keys, which do
+    not prove them, only bad ones are shown.
 
     With -r the folders below are searched for runs, and each row names its directory; a run is not
     searched for further runs, and hidden folders and links are left out.
@@ -110,7 +115,8 @@ def _print(
     has_series = any(len({one.series for one in place.found}) > 1 for place in places)
     has_runs = any(not are_as_series(place.lines) for place in places)
     names = (["DIR"] * is_recursive, ["SERIES"] * has_series, ["RUN"] * has_runs)
-    header = (*(name for part in names for name in part), *_HEADER)
+    has_checks = any(one.past is not None for one in shown)
+    header = (*(name for part in names for name in part), *_HEADER, *["CHECKED"] * has_checks)
     now = session.now()
     rows = []
     for one in shown:
@@ -120,6 +126,8 @@ def _print(
             row[0] = row[0] if one.foreign.has_step else Cell("-")
             row[-1] = Cell(" ".join(one.foreign.named_by) or "-")
             series = run = Cell("-")
+        row[_STATE] = render.state(one.state)
+        row += [Cell("-" if one.past is None else render.age(one.past.at, now))] * has_checks
         place = Cell(one.place(output.root))
         rows.append([*[place] * is_recursive, *[series] * has_series, *[run] * has_runs, *row])
     if rows:
@@ -128,6 +136,10 @@ def _print(
         problem, state = one.checkpoint.problem, one.checkpoint.state.value
         if problem is not None and state not in ("unverified",):
             output.line(f"{one.shown_name(output.root)}: {problem}")
+    for one in own:
+        if one.past is not None and one.state != one.checkpoint.state.value:
+            name, age = one.shown_name(output.root), render.age(one.past.at, now)
+            output.line(f"{name}: verify found it {one.state} {age}: {one.past.problem}")
     if own and all(one.checkpoint.state is State.OTHER_KEY for one in own):
         output.line("wrong key: none of these checkpoints was written under the given one")
     for one in shown:
@@ -139,7 +151,7 @@ def _print(
             output.line(latest)
     everything = [one.checkpoint for one in shown]
     total = render.size(sum(c.size_bytes for c in everything))
-    states = Counter(c.state.value for c in everything)
+    states = Counter(one.state for one in shown)
     words = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
     runs = f" in {counted_directories(shown)}" if is_recursive else ""
     output.line(f"{render.counted(len(everything), 'checkpoint')}{runs}, {total}{words}")

@@ -99,6 +99,8 @@ def verify_command(
     the directory shows that the newest ones were removed: name a step or id that was saved with
     --expect-step or --expect-id (ls --json shows ids).
 
+    The results are kept in .ckptmgr-checks, if the directory can be written, and ls shows them.
+
     With --public-key no secret key is needed: the signature vouches for the digests, and the
     digests for every byte.
 
@@ -112,6 +114,7 @@ def verify_command(
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
+    from ckptmgr.maintenance.past_checks import forget_gone, remember
     from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint, was_removed
     from ckptmgr.store.manifest.lineage import Lineage
 
@@ -150,6 +153,7 @@ def verify_command(
                 )
             if was_removed(one.store, answer):
                 continue
+            remember(one.store, answer, at=now)
             if quarantines and answer.status is Status.DAMAGED:
                 moved[one.checkpoint.path] = _quarantined(one, now=now)
             is_sound = answer.status.value in _SOUND
@@ -157,6 +161,8 @@ def verify_command(
                 shown = as_plain(answer.checkpoint)
                 answer = replace(answer, checkpoint=shown, status=Status.PLAIN)
             yield answer
+        for store in {one.store.directory: one.store for one in selected}.values():
+            forget_gone(store, store.scan())
         for store, theirs in foreign:
             with output.progress(theirs.checkpoint.name, theirs.checkpoint.size_bytes):
                 answer = checked_foreign(store, theirs, depth)
