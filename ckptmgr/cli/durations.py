@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 
 import click
 
 from ckptmgr.cli.exits import UsageProblem
-
-_MINUTES = re.compile("(?<=[0-9])min")
 
 
 def parse_time(text: str) -> timedelta:
@@ -19,9 +16,13 @@ def parse_time(text: str) -> timedelta:
     Raises:
         UsageProblem: It is not a time.
     """
-    from ckptmgr.policy.text import parse_duration
+    from ckptmgr.policy.text import has_doubtful_unit, parse_duration
 
-    value = parse_duration(_MINUTES.sub("m", text))
+    if has_doubtful_unit(text):
+        raise UsageProblem(
+            f"{text[:40]!r}: m may mean minutes or months", hint="write min, or days: 30min, 30d"
+        )
+    value = parse_duration(text)
     if value is None:
         raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30min, 12h, 2d or 1w")
     return value

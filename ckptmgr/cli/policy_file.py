@@ -40,7 +40,7 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
             hint=f"pass --keep 'last(5)', or write keep = \"last(5)\" into {path}",
         )
     try:
-        return parse_policy(text)
+        return parse_policy(text, is_stored=True)
     except PolicyTextError as error:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 

@@ -5,9 +5,9 @@
 changed: a removal lets no rule drop another checkpoint, and a new checkpoint takes the place of few
 (`_Index.add` returns them). Only these *suspects*, and those whose protection ended, are judged.
 
-It follows `last`, `best`, `every`, `within`, the periods, `pinned` and `all`. It does not follow
-`per_minutes` and rules of users, nor cases in which `plan` may refuse: then the answer is None, and
-`plan` must decide.
+It follows `last`, `best`, `every(n)`, `within`, the periods, `pinned` and `all`. It does not follow
+the other rules and those of users, nor cases in which `plan` may refuse: then the answer is None,
+and `plan` must decide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.retention import order_key
 from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, Rule, as_utc
-from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerPeriod, Weekly, Within
+from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerPeriod, Weekly, Within, Yearly
 
 _Key = tuple[tuple[int, int, int], datetime, str]
 _One = TypeVar("_One")
@@ -315,6 +315,8 @@ def _at_rank(ascending: Sequence[_One], rank: int) -> Sequence[_One]:
 
 def _index_of(rule: Rule) -> _Index | None:
     kind = _INDEXES.get(type(rule))  # a subclass may judge otherwise
+    if isinstance(rule, Every) and rule.last is not None:
+        return None
     return None if kind is None else kind(rule)
 
 
@@ -325,5 +327,5 @@ _INDEXES: Mapping[type[Rule], Callable[[Any], _Index]] = {
     Last: _LastIndex,
     Pinned: _EachIndex,
     Within: _WithinIndex,
-    **dict.fromkeys((Hourly, Daily, Weekly, Monthly), _PeriodIndex),
+    **dict.fromkeys((Hourly, Daily, Weekly, Monthly, Yearly), _PeriodIndex),
 }

@@ -15,6 +15,7 @@ import json
 import math
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -170,26 +171,34 @@ class Best(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Every(Rule):
-    """Keep the first step at or after each multiple of `interval_steps`, for ever.
+    """Keep the first step at or after each multiple of `interval_steps`: the `last` ones, or all.
 
     Where saves do not fall on the multiples (saves by time, odd epoch lengths), each interval still
     keeps one checkpoint.
     """
 
     interval_steps: int
+    last: int | None = None
 
     def __post_init__(self) -> None:
         check_rule_count("every", self.interval_steps)
+        check_last(self.last)
 
     def __str__(self) -> str:
-        return f"every({self.interval_steps})"
+        return f"every({self.interval_steps}{last_text(self.last)})"
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return self.last
 
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
         steps = [checkpoint.step for checkpoint in history]
         # Later entries win: the smallest step of each interval.
         first = {step // self.interval_steps: step for step in sorted(steps, reverse=True)}
-        return [self._find(step, first) for step in steps]
+        found = [self._find(step, first) for step in steps]
+        return only_last(self, f"every {_short(self.interval_steps)}", found, self.last)
 
     def _find(self, step: int, first: dict[int, int]) -> Finding:
         number, past = divmod(step, self.interval_steps)
@@ -200,6 +209,39 @@ class Every(Rule):
         if number > 0 and first[number] == step:
             return self.finding(True, f"{name} (first after {multiple})", value=past)
         return self.finding(False, f"{name} ({past} past {multiple})", value=past)
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs(Rule):
+    """Keep the newest checkpoint of each epoch that is a multiple of `interval_epochs`.
+
+    It says nothing about checkpoints whose epoch is not recorded.
+    """
+
+    interval_epochs: int
+
+    def __post_init__(self) -> None:
+        check_rule_count("epochs", self.interval_epochs)
+
+    def __str__(self) -> str:
+        return f"epochs({self.interval_epochs})"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
+        """Return the findings, newest first."""
+        seen: Counter[int] = Counter()
+        return [None if one.epoch is None else self._find(one.epoch, seen) for one in history]
+
+    def _find(self, epoch: int, seen: Counter[int]) -> Finding:
+        seen[epoch] += 1
+        past = epoch % self.interval_epochs
+        if past:
+            multiple = epoch - past
+            return self.finding(False, f"epochs {self.interval_epochs} ({past} past {multiple})")
+        if seen[epoch] > 1:
+            return self.finding(
+                False, f"epochs {self.interval_epochs} ({ordinal(seen[epoch])} newest of {epoch})"
+            )
+        return self.finding(True, f"epochs {self.interval_epochs} (epoch {epoch})", value=epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +280,30 @@ def pin_reason(checkpoint: Checkpoint) -> Reason:
     """Return the reason that names all pins of a checkpoint."""
     pins = ", ".join(pin.reason or pin.name for pin in checkpoint.pins)
     return Reason(rule="pinned", detail=f"pinned: {pins}")
+
+
+def only_last(rule: Rule, name: str, found: list[Finding], last: int | None) -> list[Finding]:
+    """Return the findings of a rule that keeps only its `last` newest ones; None for all."""
+    if last is None:
+        return found
+    answer, rank = [], 0
+    for one in found:
+        rank += one.is_kept
+        if one.is_kept and rank > last:
+            one = rule.finding(False, f"{name} ({ordinal(rank)} of {last})", rank=rank, of=last)
+        answer.append(one)
+    return answer
+
+
+def check_last(last: int | None) -> None:
+    """Raise TypeError or ValueError unless `last` is None or a count."""
+    if last is not None:
+        check_rule_count("last=", last)
+
+
+def last_text(last: int | None) -> str:
+    """Return `last=` as the text of a rule has it."""
+    return "" if last is None else f", last={last}"
 
 
 def ordinal(number: int) -> str:

@@ -3,11 +3,16 @@
 
 ```
 policy    rule ("|" rule)*
-rule      last(3)  best(2, loss, min)  every(1000)  within(2d)  hourly(24)  daily(7)  weekly(4)  monthly(6)
-          per_minutes(5)  pinned  tagged(release)  all
+rule      last(3)  best(2, loss, min)  every(1000)  every(1000, last=5)  every(3h)  epochs(2)  within(2d)
+          hourly(24)  daily(7)  weekly(4)  monthly(6)  yearly(3)  within_hourly(2d)  within_daily(7d)
+          within_weekly(4w)  within_monthly(52w)  within_yearly(520w)  per_minutes(5)  pinned
+          tagged(release)  all
 metric    bare [A-Za-z_][A-Za-z0-9_./-]*, or quoted: "..." with JSON escapes, or '...' as it stands
-duration  90s 30m 12h 2d 1w, or several in one: 1d12h
+duration  90s 30min 12h 2d 1w, or several in one: 1d12h
 ```
+
+`30m` is refused where it is typed, because `m` means months to users of restic and borg; it is read
+as minutes in files that were written before.
 
 >>> parse_policy("last(3)|best(2, 'val loss', min)").rules[1]
 Best(count=2, metric='val loss', mode='min')
@@ -26,20 +31,52 @@ from datetime import timedelta
 from typing import Literal, NoReturn
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.policy.rules import MAX_COUNT, All, Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.rules import (
+    MAX_COUNT,
+    All,
+    Best,
+    Epochs,
+    Every,
+    Last,
+    Pinned,
+    RetentionPolicy,
+    Rule,
+)
 from ckptmgr.policy.tag_rules import Tagged
-from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within
+from ckptmgr.policy.time_rules import (
+    Daily,
+    EveryTime,
+    Hourly,
+    Monthly,
+    PerMinutes,
+    Weekly,
+    Within,
+    WithinDaily,
+    WithinHourly,
+    WithinMonthly,
+    WithinWeekly,
+    WithinYearly,
+    Yearly,
+)
 
 MAX_POLICY_CHARACTERS = 4096
 
 _TOKEN = re.compile(
     r"(?P<word>[A-Za-z_][A-Za-z0-9_./-]*)|(?P<number>[0-9][A-Za-z0-9_.]*)"
-    r"|(?P<quoted>\"(?:[^\"\\]|\\.)*\"|'[^']*')|(?P<mark>[(),|])",
+    r"|(?P<quoted>\"(?:[^\"\\]|\\.)*\"|'[^']*')|(?P<mark>[(),|=])",
     re.DOTALL,
 )
-_DURATION = re.compile(r"(?:[0-9]{1,12}[smhdw])+")
-_DURATION_PART = re.compile(r"([0-9]+)([smhdw])")
-_DURATION_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_DURATION = re.compile(r"(?:[0-9]{1,12}(?:min|[smhdw]))+")
+_DURATION_PART = re.compile(r"([0-9]+)(min|[smhdw])")
+_DURATION_UNITS = {
+    "s": "seconds",
+    "m": "minutes",
+    "min": "minutes",
+    "h": "hours",
+    "d": "days",
+    "w": "weeks",
+}
+_HAS_M = re.compile(r"[0-9]m(?!in)")
 _SHOWN_BEFORE, _SHOWN_AFTER = 40, 40
 
 
@@ -63,18 +100,28 @@ class PolicyTextError(CkptmgrError, ValueError):
         self.offset = offset
 
 
-def parse_policy(text: str) -> RetentionPolicy:
+def parse_policy(text: str, *, is_stored: bool = False) -> RetentionPolicy:
     """Return the policy of a text; its `str` gives the text.
+
+    `is_stored`: it comes from a file, where `m` is minutes.
 
     Raises:
         PolicyTextError: The text is empty, too long, or not a policy.
     """
-    return _Parser(text).policy()
+    return _Parser(text, is_stored=is_stored).policy()
 
 
-def parse_duration(text: str) -> timedelta | None:
-    """Return a duration such as `90s` or `1d12h`; None for other texts and when out of range."""
-    if not _DURATION.fullmatch(text):
+def has_doubtful_unit(text: str) -> bool:
+    """Return whether a duration has the unit `m`, which is minutes here and months elsewhere."""
+    return _DURATION.fullmatch(text) is not None and _HAS_M.search(text) is not None
+
+
+def parse_duration(text: str, *, is_stored: bool = False) -> timedelta | None:
+    """Return a duration such as `90s` or `1d12h`; None for other texts and when out of range.
+
+    `is_stored`: it comes from a file, where `m` is minutes.
+    """
+    if not _DURATION.fullmatch(text) or (has_doubtful_unit(text) and not is_stored):
         return None
     try:
         parts = [
@@ -96,8 +143,9 @@ class _Token:
 class _Parser:
     """Recursive-descent parser; all errors go through `_fail`, which adds the place."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, is_stored: bool) -> None:
         self._text = text
+        self._is_stored = is_stored
         self._next = 0
         if len(text) > MAX_POLICY_CHARACTERS:
             self._fail(f"a policy has at most {MAX_POLICY_CHARACTERS} characters, not {len(text)}")
@@ -125,6 +173,8 @@ class _Parser:
         self._mark("(")
         arguments: list[object] = []
         for kind in kinds:
+            if kind == "last" and (self._peek().text != "," or not isinstance(arguments[0], int)):
+                continue  # which is an option of every(steps) alone
             if arguments:
                 self._mark(",")
             arguments.append(_ARGUMENTS[kind](self))
@@ -139,11 +189,28 @@ class _Parser:
         self._next += 1
         return value
 
+    def interval(self) -> int | timedelta:
+        """Return a number of steps, or a duration."""
+        return self.count() if self._peek().text.isdecimal() else self.duration()
+
+    def last(self) -> int:
+        self._word("last")
+        self._mark("=")
+        return self.count()
+
+    def _word(self, word: str) -> None:
+        token = self._peek()
+        if token.text != word:
+            self._fail(f"expected {word}=, or the end of the rule", token)
+        self._next += 1
+
     def duration(self) -> timedelta:
         token = self._peek()
-        value = parse_duration(token.text)
+        value = parse_duration(token.text, is_stored=self._is_stored)
+        if has_doubtful_unit(token.text) and not self._is_stored:
+            self._fail("m may mean minutes or months; write min, or days: 30min, 30d", token)
         if value is None or not value:
-            self._fail("expected a duration such as 90s, 30m, 12h, 2d, 1w or 1d12h", token)
+            self._fail("expected a duration such as 90s, 30min, 12h, 2d, 1w or 1d12h", token)
         self._next += 1
         return value
 
@@ -213,9 +280,15 @@ class _Parser:
         raise PolicyTextError(message, text=self._text, offset=offset, length=length)
 
 
+def _every(interval: int | timedelta, last: int | None = None) -> Rule:
+    return EveryTime(interval) if isinstance(interval, timedelta) else Every(interval, last)
+
+
 _ARGUMENTS: dict[str, Callable[[_Parser], object]] = {
     "count": _Parser.count,
     "duration": _Parser.duration,
+    "interval": _Parser.interval,
+    "last": _Parser.last,
     "metric": _Parser.metric,
     "mode": _Parser.mode,
     "tag": _Parser.tag,
@@ -223,12 +296,19 @@ _ARGUMENTS: dict[str, Callable[[_Parser], object]] = {
 _RULES: dict[str, tuple[Callable[..., Rule], tuple[str, ...]]] = {
     "last": (Last, ("count",)),
     "best": (Best, ("count", "metric", "mode")),
-    "every": (Every, ("count",)),
+    "every": (_every, ("interval", "last")),
+    "epochs": (Epochs, ("count",)),
     "within": (Within, ("duration",)),
     "hourly": (Hourly, ("count",)),
     "daily": (Daily, ("count",)),
     "weekly": (Weekly, ("count",)),
     "monthly": (Monthly, ("count",)),
+    "yearly": (Yearly, ("count",)),
+    "within_hourly": (WithinHourly, ("duration",)),
+    "within_daily": (WithinDaily, ("duration",)),
+    "within_weekly": (WithinWeekly, ("duration",)),
+    "within_monthly": (WithinMonthly, ("duration",)),
+    "within_yearly": (WithinYearly, ("duration",)),
     "per_minutes": (PerMinutes, ("count",)),
     "pinned": (Pinned, ()),
     "tagged": (Tagged, ("tag",)),

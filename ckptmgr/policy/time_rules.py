@@ -17,7 +17,7 @@ from typing import ClassVar
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.rules import Finding, Rule, as_utc, check_rule_count, ordinal
 
-_UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
+_UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "min": 60, "s": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +31,14 @@ class Within(Rule):
     age: timedelta
 
     def __post_init__(self) -> None:
-        if self.age < timedelta(seconds=1) or self.age.microseconds:
-            raise ValueError(f"within needs a positive number of whole seconds, but got {self.age}")
+        check_whole_seconds("within", self.age)
 
     def __str__(self) -> str:
         return f"within({format_duration(self.age)})"
 
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
-        times = [as_utc(checkpoint.saved_at) for checkpoint in history]
-        reference = max((time for time in times if time <= as_utc(now)), default=None)
-        return [self._find(None if reference is None else reference - time) for time in times]
+        return [self._find(age) for age in _ages(history, now)]
 
     def _find(self, age: timedelta | None) -> Finding:
         name = f"within {format_duration(self.age)}"
@@ -152,6 +149,139 @@ class Monthly(PerPeriod):
 
 
 @dataclass(frozen=True, slots=True)
+class Yearly(PerPeriod):
+    """Keep the newest checkpoint of each of the `count` newest years (UTC) that have one."""
+
+    NAME: ClassVar[str] = "yearly"
+
+    def period(self, time: datetime) -> str:
+        """Return e.g. `2026`."""
+        return f"{time.year:04}"
+
+
+@dataclass(frozen=True, slots=True)
+class WithinPeriods(Rule):
+    """Keep the newest checkpoint of each period (UTC), of those that `within(age)` would keep.
+
+    As in restic's `--keep-within-daily`: the oldest checkpoint of the history is kept, too, if it
+    is as young.
+    """
+
+    NAME: ClassVar[str]
+    PERIOD: ClassVar[PerPeriod]
+    age: timedelta
+
+    def __post_init__(self) -> None:
+        check_whole_seconds(self.NAME, self.age)
+
+    def __str__(self) -> str:
+        return f"{self.NAME}({format_duration(self.age)})"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        findings: list[Finding] = []
+        sizes: Counter[str] = Counter()
+        for checkpoint, age in zip(history, _ages(history, now), strict=True):
+            period = self.PERIOD.period(as_utc(checkpoint.saved_at))
+            is_young = age is None or age < self.age
+            sizes[period] += is_young
+            is_last = len(findings) == len(history) - 1
+            findings.append(self._find(period, age, is_young, sizes[period], is_last=is_last))
+        return findings
+
+    def _find(
+        self, period: str, age: timedelta | None, is_young: bool, position: int, *, is_last: bool
+    ) -> Finding:
+        if age is None or age < timedelta(0):
+            return self.finding(True, f"{self.NAME} (dated in the future)")
+        value = age.total_seconds()
+        if not is_young:
+            detail = f"{self.NAME} ({format_duration(age)} before the newest)"
+            return self.finding(False, detail, value=value)
+        if position > 1 and not is_last:
+            detail = f"{self.NAME} ({ordinal(position)} newest of {period})"
+            return self.finding(False, detail, value=value)
+        name = period if position == 1 else "oldest"
+        return self.finding(True, f"{self.NAME} {name}", value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinHourly(WithinPeriods):
+    """Keep the newest checkpoint of each hour, up to an age."""
+
+    NAME: ClassVar[str] = "within_hourly"
+    PERIOD: ClassVar[PerPeriod] = Hourly(1)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinDaily(WithinPeriods):
+    """Keep the newest checkpoint of each day, up to an age."""
+
+    NAME: ClassVar[str] = "within_daily"
+    PERIOD: ClassVar[PerPeriod] = Daily(1)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinWeekly(WithinPeriods):
+    """Keep the newest checkpoint of each ISO week, up to an age."""
+
+    NAME: ClassVar[str] = "within_weekly"
+    PERIOD: ClassVar[PerPeriod] = Weekly(1)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinMonthly(WithinPeriods):
+    """Keep the newest checkpoint of each month, up to an age."""
+
+    NAME: ClassVar[str] = "within_monthly"
+    PERIOD: ClassVar[PerPeriod] = Monthly(1)
+
+
+@dataclass(frozen=True, slots=True)
+class WithinYearly(WithinPeriods):
+    """Keep the newest checkpoint of each year, up to an age."""
+
+    NAME: ClassVar[str] = "within_yearly"
+    PERIOD: ClassVar[PerPeriod] = Yearly(1)
+
+
+@dataclass(frozen=True, slots=True)
+class EveryTime(Rule):
+    """Keep the oldest checkpoint, and each one saved at least `interval` after the one kept before.
+
+    As Orbax's policies of intervals count. Those dated in the future are kept and end no interval.
+    It keeps all of them: without the oldest one, all intervals would begin elsewhere.
+    """
+
+    interval: timedelta
+
+    def __post_init__(self) -> None:
+        check_whole_seconds("every", self.interval)
+
+    def __str__(self) -> str:
+        return f"every({format_duration(self.interval)})"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        name = f"every {format_duration(self.interval)}"
+        found: list[Finding] = []
+        kept: datetime | None = None
+        for checkpoint in reversed(history):
+            time = as_utc(checkpoint.saved_at)
+            if time > as_utc(now):
+                found.append(self.finding(True, f"{name} (dated in the future)"))
+            elif kept is None or time - kept >= self.interval:
+                detail = f"{name} (oldest)" if kept is None else name
+                found.append(self.finding(True, detail))
+                kept = time
+            else:
+                past = time - kept
+                detail = f"{name} ({format_duration(max(past, timedelta(0)))} after the one kept)"
+                found.append(self.finding(False, detail, value=past.total_seconds()))
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True)
 class PerMinutes(Rule):
     """Thin out as MindSpore's `keep_checkpoint_per_n_minutes` does.
 
@@ -184,8 +314,21 @@ class PerMinutes(Rule):
         ]
 
 
+def _ages(history: Sequence[Checkpoint], now: datetime) -> list[timedelta | None]:
+    """Return how much older each one is than the newest not dated in the future; None without one."""
+    times = [as_utc(checkpoint.saved_at) for checkpoint in history]
+    reference = max((time for time in times if time <= as_utc(now)), default=None)
+    return [None if reference is None else reference - time for time in times]
+
+
+def check_whole_seconds(rule: str, duration: timedelta) -> None:
+    """Raise ValueError unless a duration is a positive number of whole seconds."""
+    if duration < timedelta(seconds=1) or duration.microseconds:
+        raise ValueError(f"{rule} needs a positive number of whole seconds, but got {duration}")
+
+
 def format_duration(duration: timedelta) -> str:
-    """Return e.g. `1d12h`, in whole seconds; a fraction of a second is cut off."""
+    """Return e.g. `1d12h30min`, in whole seconds; a fraction of a second is cut off."""
     rest_s = duration // timedelta(seconds=1)
     parts = []
     for unit, size_s in _UNITS_S.items():

@@ -535,3 +535,13 @@ def test_trash_of_a_stranger_is_not_used(runs: Path) -> None:
     done = run("prune", runs, "--keep", "last(6)", "--yes")
     assert (done.exit_code, steps(runs)) == (2, before)
     assert f"{runs / trash.TRASH_NAME}: belongs to user 777" in done.stderr
+
+
+def test_typed_m_is_refused_and_read_in_a_configuration(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    for options in (("--keep", "within(30m)"), ("--keep", "last(1)", "--grace", "30m")):
+        refused = run("prune", tmp_path, *options, "--dry-run")
+        assert refused.exit_code == 2
+        assert "m may mean minutes or months" in refused.stderr
+    (tmp_path / "ckptmgr.toml").write_text('keep = "within(30m)"\n')
+    assert "policy within(30min)" in run("prune", tmp_path, "--dry-run").stdout

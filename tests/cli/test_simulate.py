@@ -32,7 +32,7 @@ def test_history_of_a_directory_is_shown_as_by_prune_and_stays(tmp_path: Path) -
 def test_rule_by_age_drops_what_a_plan_of_today_would_keep(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30, 40])  # one hour apart
     command = (tmp_path, "--json")
-    now = run("prune", *command, "--keep", "within(30m) | every(10)", "--dry-run")
+    now = run("prune", *command, "--keep", "within(30min) | every(10)", "--dry-run")
     assert '"keep": false' not in now.stdout
     replayed = run("simulate", "within(1h) | every(20)", *command)
     assert replayed.stdout.count('"keep": true') == 2

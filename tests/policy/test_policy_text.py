@@ -47,9 +47,9 @@ def test_text_parsed_and_printed_is_the_same_text(some: list[object]) -> None:
         ('best(1, "a\\"b", min)', 'best(1, "a\\"b", min)'),
         ("best(1, min, min)", "best(1, min, min)"),
         ("best(1, val/top-5.acc, max)", "best(1, val/top-5.acc, max)"),
-        ("within(90s)", "within(1m30s)"),
+        ("within(90s)", "within(1min30s)"),
         ("within(24h)", "within(1d)"),
-        ("within(1w2d3h4m5s)", "within(1w2d3h4m5s)"),
+        ("within(1w2d3h4min5s)", "within(1w2d3h4min5s)"),
     ],
 )
 def test_policy_in_another_spelling_has_one_printed_form(text: str, canonical: str) -> None:
@@ -140,7 +140,7 @@ def test_policy_of_any_text_is_read_or_refused(text: str) -> None:
     ("text", "duration"),
     [
         ("90s", timedelta(seconds=90)),
-        ("30m", timedelta(minutes=30)),
+        ("30min", timedelta(minutes=30)),
         ("1d12h", timedelta(hours=36)),
         ("1w", timedelta(weeks=1)),
         ("1h1h", timedelta(hours=2)),
@@ -153,3 +153,47 @@ def test_duration_is_the_sum_of_its_parts(text: str, duration: timedelta) -> Non
 @pytest.mark.parametrize("text", ["", "5", "h", "5 h", "1.5h", "-1h", "999999999999w", "1h "])
 def test_duration_that_is_none_gives_none(text: str) -> None:
     assert parse_duration(text) is None
+
+
+@pytest.mark.parametrize("text", ["within(30m)", "every(1h30m)", "within_daily(6m)"])
+def test_typed_m_is_refused_because_it_means_months_elsewhere(text: str) -> None:
+    with pytest.raises(PolicyTextError, match="m may mean minutes or months; write min"):
+        parse_policy(text)
+
+
+def test_stored_m_is_minutes_and_printed_as_min() -> None:
+    assert str(parse_policy("within(1h30m)", is_stored=True)) == "within(1h30min)"
+    assert parse_duration("30m") is None
+    assert parse_duration("30m", is_stored=True) == timedelta(minutes=30)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "yearly(3)",
+        "within_hourly(2d)",
+        "within_daily(1w)",
+        "within_weekly(4w)",
+        "within_monthly(52w)",
+        "within_yearly(520w)",
+        "every(1000, last=5)",
+        "every(3h)",
+        "epochs(2)",
+    ],
+)
+def test_rules_of_other_tools_are_read_and_printed(text: str) -> None:
+    assert str(parse_policy(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("every(1000, 5)", "expected last="),
+        ("every(1000, last 5)", "expected '='"),
+        ("every(3h, last=5)", "expected '\\)'"),
+        ("every(0, last=5)", "expected a number"),
+    ],
+)
+def test_options_of_every_that_are_none_are_refused(text: str, complaint: str) -> None:
+    with pytest.raises(PolicyTextError, match=complaint):
+        parse_policy(text)

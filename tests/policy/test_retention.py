@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
@@ -14,14 +14,21 @@ import pytest
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, Pin, Plan, State
 from ckptmgr.policy.retention import plan
-from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.rules import All, Best, Epochs, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.time_rules import (
     Daily,
+    EveryTime,
     Hourly,
     Monthly,
     PerMinutes,
     Weekly,
     Within,
+    WithinDaily,
+    WithinHourly,
+    WithinMonthly,
+    WithinWeekly,
+    WithinYearly,
+    Yearly,
     format_duration,
 )
 from tests.support.policies import NOW, checkpoint
@@ -418,7 +425,7 @@ def test_within_of_other_than_whole_positive_seconds_is_refused(age: timedelta) 
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (0.9, "0s"), (61, "1m1s"), (694_861, "1w1d1h1m1s")]
+    ("seconds", "text"), [(0, "0s"), (0.9, "0s"), (61, "1min1s"), (694_861, "1w1d1h1min1s")]
 )
 def test_duration_is_printed_in_the_largest_units(seconds: float, text: str) -> None:
     assert format_duration(timedelta(seconds=seconds)) == text
@@ -453,3 +460,92 @@ def test_rank_in_a_miss_is_an_english_ordinal(count: int, text: str) -> None:
 
 def test_path_in_protected_that_is_not_in_the_history_is_ignored() -> None:
     assert plan([checkpoint(1)], Last(1), NOW, protected={Path("other"): "x"}).dropped == ()
+
+
+def kept_steps(history: list[Checkpoint], rule: Rule | RetentionPolicy) -> list[int]:
+    return sorted(one.step for one in plan(history, rule, NOW).kept)
+
+
+def hours_ago(*hours: float) -> list[Checkpoint]:
+    """Return checkpoints of steps 1, 2, ..., saved so many hours ago, the oldest first."""
+    return [checkpoint(i, age=timedelta(hours=one)) for i, one in enumerate(hours, start=1)]
+
+
+def test_yearly_keeps_the_newest_of_each_year() -> None:
+    history = hours_ago(24 * 800, 24 * 790, 24 * 400, 24 * 30, 1)
+    assert kept_steps(history, Yearly(2)) == [3, 5]
+    assert kept_steps(history, Yearly(9)) == [1, 2, 3, 5]
+
+
+def test_every_with_last_keeps_only_the_newest_multiples() -> None:
+    history = [checkpoint(step) for step in range(0, 1000, 50)]
+    assert kept_steps(history, Every(200, last=2)) == [600, 800, 950]
+    decided = plan(history, Every(200, last=2), NOW)
+    (dropped,) = [v for v in decided.verdicts if v.checkpoint.step == 400]
+    assert dropped.nearest[0].detail == "every 200 (3rd of 2)"
+    assert Every(200, last=2).most_kept == 2
+
+
+def test_every_by_time_counts_from_the_oldest_one() -> None:
+    history = hours_ago(10, 9, 7.5, 7, 4, 3, 1.5, 0.5)
+    assert kept_steps(history, EveryTime(timedelta(hours=3))) == [1, 4, 5, 8]
+    decided = plan(history, EveryTime(timedelta(hours=3)), NOW)
+    details = [v.nearest[0].detail for v in decided.verdicts if not v.is_kept]
+    assert details[0] == "every 3h (2h30min after the one kept)"
+
+
+def test_every_by_time_keeps_what_is_dated_in_the_future_and_counts_on() -> None:
+    history = hours_ago(5, -2, 1, 0)
+    assert kept_steps(history, EveryTime(timedelta(hours=3))) == [1, 2, 3, 4]
+
+
+def test_epochs_keeps_the_newest_of_each_nth_epoch() -> None:
+    history = [replace(checkpoint(step), epoch=step // 10) for step in range(10, 70, 5)]
+    assert kept_steps(history, Epochs(2)) == [25, 45, 65]
+    reasons = [one.nearest[0].detail for one in plan(history, Epochs(2), NOW).verdicts[1:4]]
+    assert reasons == ["epochs 2 (2nd newest of 6)", "epochs 2 (1 past 4)", "epochs 2 (1 past 4)"]
+
+
+def test_epochs_says_nothing_where_no_epoch_is_recorded() -> None:
+    history = [checkpoint(10), checkpoint(20)]
+    assert kept_steps(history, RetentionPolicy((Epochs(2), Last(1)))) == [20]
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (WithinHourly(timedelta(hours=3)), [4, 6]),
+        (WithinDaily(timedelta(days=2)), [2, 6]),
+        (WithinWeekly(timedelta(days=90)), [1, 6]),
+        (WithinMonthly(timedelta(days=90)), [1, 2, 6]),
+        (WithinYearly(timedelta(days=500)), [1, 6]),
+    ],
+)
+def test_within_a_period_keeps_the_newest_of_each_up_to_an_age(
+    rule: Rule, expected: list[int]
+) -> None:
+    history = hours_ago(24 * 40, 26, 2, 1.2, 0.9, 0.1)
+    assert kept_steps(history, rule) == expected
+
+
+def test_within_a_period_says_why() -> None:
+    history = hours_ago(24 * 40, 1.2, 1.1, -1, 0.1)
+    details = {
+        one.checkpoint.step: (one.reasons or one.nearest)[0].detail
+        for one in plan(history, WithinHourly(timedelta(hours=3)), NOW).verdicts
+    }
+    assert details == {
+        1: "within_hourly (5w4d23h54min before the newest)",
+        2: "within_hourly (2nd newest of 2026-03-01 10h)",
+        3: "within_hourly 2026-03-01 10h",
+        4: "within_hourly (dated in the future)",
+        5: "within_hourly 2026-03-01 11h",
+    }
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Every(10, last=0), lambda: Epochs(0), lambda: EveryTime(timedelta(0))]
+)
+def test_rule_that_would_keep_nothing_is_refused(make: Callable[[], Rule]) -> None:
+    with pytest.raises(ValueError, match="needs a"):
+        make()

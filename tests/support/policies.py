@@ -10,8 +10,22 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, Rule
-from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within
+from ckptmgr.policy.rules import All, Best, Epochs, Every, Last, Pinned, Rule
+from ckptmgr.policy.time_rules import (
+    Daily,
+    EveryTime,
+    Hourly,
+    Monthly,
+    PerMinutes,
+    Weekly,
+    Within,
+    WithinDaily,
+    WithinHourly,
+    WithinMonthly,
+    WithinWeekly,
+    WithinYearly,
+    Yearly,
+)
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 _COUNTS = st.integers(1, 6)
@@ -55,6 +69,15 @@ def rules() -> st.SearchStrategy[Rule]:
         st.builds(Last, _COUNTS),
         st.builds(Best, _COUNTS, metrics, st.sampled_from(["min", "max"])),
         st.builds(Every, _COUNTS),
+        st.builds(Every, _COUNTS, _COUNTS),
+        st.builds(EveryTime, ages),
+        st.builds(Epochs, _COUNTS),
+        st.builds(Yearly, _COUNTS),
+        st.builds(WithinHourly, ages),
+        st.builds(WithinDaily, ages),
+        st.builds(WithinWeekly, ages),
+        st.builds(WithinMonthly, ages),
+        st.builds(WithinYearly, ages),
         st.builds(Within, ages),
         st.builds(Hourly, _COUNTS),
         st.builds(Daily, _COUNTS),

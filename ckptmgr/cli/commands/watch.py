@@ -40,7 +40,7 @@ _SETTLE_S = 10.0
 @options.command(
     "watch",
     examples=(
-        "watch runs/resnet50 --expect-every 30m --exec 'mail-me --subject checkpoints'",
+        "watch runs/resnet50 --expect-every 30min --exec 'mail-me --subject checkpoints'",
         "watch runs/* --prune --state ~/.local/state/ckptmgr-watch.json --json",
     ),
 )
