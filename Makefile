@@ -21,6 +21,7 @@ KIT_VENV ?= .venv-kit-$(FRAMEWORK)
 SUPPLY_VENV ?= .venv-supply
 OBJECTS_VENV ?= .venv-objects
 DOCS_VENV ?= .venv-docs
+DEMO_VENV ?= .venv-demo
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -35,6 +36,7 @@ KIT_PY := $(KIT_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 OBJECTS_PY := $(OBJECTS_VENV)/bin/python
 DOCS_PY := $(DOCS_VENV)/bin/python
+DEMO_PY := $(DEMO_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
 # Each worker takes neighbours, which share fixtures; then what the other has left.
@@ -66,9 +68,9 @@ $(VENV)/.stamp-lint: $(VENV)/.stamp-test
 	@$(PY) $(PIP_INSTALL) --constraint constraints.txt --group lint
 	touch $@
 
-$(VENV)/.stamp-demo: $(VENV)/.stamp-test
-	@$(PY) $(PIP_INSTALL) --constraint constraints.txt --group demo
-	touch $@
+$(DEMO_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing ckptmgr and its dependencies, such as NumPy and cryptography, into $(DEMO_VENV) (about 180 MB)"
+	$(call make_venv,$(DEMO_VENV),constraints.txt,)
 
 $(INTEROP_VENV)/.stamp: pyproject.toml constraints-interop.txt
 	@echo "installing the real MindSpore into $(INTEROP_VENV) (about 3 GB)"
@@ -193,8 +195,8 @@ docs: $(DOCS_VENV)/.stamp ## build the documentation into build/site; a broken l
 	echo build/site/index.html
 
 .PHONY: demo
-demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
-	@$(PY) tools/demo.py
+demo: $(DEMO_VENV)/.stamp ## train a small model, kill it, resume it
+	@$(DEMO_PY) tools/demo.py
 
 .PHONY: bench
 bench: $(BENCH_VENV)/.stamp $(INTEROP_VENV)/.stamp ## measure against MindSpore and others (BENCH_ARGS=--quick)
@@ -233,6 +235,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(OBJECTS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(OBJECTS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(DEMO_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

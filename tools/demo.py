@@ -22,7 +22,7 @@ from rich.console import Console
 
 from ckptmgr import load_checkpoint
 
-ROOT = Path("demo-run")
+ROOT = Path("demo-run")  # below the working directory
 JOB = Path(__file__).with_name("demo_train.py")
 KILLED_SAVE = 9
 
