@@ -57,6 +57,7 @@ _COMMANDS = {
     "watch": ("watch", "Follow directories: verify what appears, and raise alarms."),
     "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),
+    "config": ("config", "Show the settings that commands use, and where they come from."),
     "completion": ("completion", "Print the script that completes commands in a shell."),
     "transform": ("ranks", "Rewrite the checkpoints of many ranks for another strategy."),
     "unify": ("ranks", "Join the checkpoints of many ranks into whole tensors."),

@@ -32,15 +32,28 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
     """
     if keep is not None:
         return parse_policy(keep)
-    path = directory / CONFIG_NAME
-    text = _keep_of(path) if path.exists() else None
-    if text is None:
+    found = policy_of(directory)
+    if found is None:
+        path = directory / CONFIG_NAME
         raise UsageProblem(
             "no retention policy: nothing says what to keep",
             hint=f"pass --keep 'last(5)', or write keep = \"last(5)\" into {path}",
         )
+    return found[0]
+
+
+def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
+    """Return the policy of a directory and the file that says it; None without any.
+
+    Raises:
+        CkptmgrError: As `load_policy`.
+    """
+    path = directory / CONFIG_NAME
+    text = _keep_of(path) if path.exists() else None
+    if text is None:
+        return None
     try:
-        return parse_policy(text, is_stored=True)
+        return parse_policy(text, is_stored=True), path
     except PolicyTextError as error:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 

@@ -122,6 +122,7 @@ def lines(
     yield 0, ("stats", runs, *key)
     yield 0, ("simulate", "last(1)", runs, *key)
     yield 0, ("report", runs, "-o", work / "report.html", *key)
+    yield 0, ("config", "show", runs, "--origin")
     yield 0, ("doctor", runs, "--deep", *key)
     yield 0, ("export", file, "--hf", "-o", work / "hub", *key)
     yield 0, ("export", file, "--to", "ckpt", "-o", work / "net.ckpt", *key)

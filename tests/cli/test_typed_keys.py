@@ -36,6 +36,7 @@ REQUIRED = {
     "export": ("--hf", "-o", "out"),
     "diff": (".",),
     "tag": ("release",),
+    "config": ("show",),
     "untag": ("--all",),
     "simulate": ("last(",),
     "reencrypt": ("--to", "env:NOBODY"),

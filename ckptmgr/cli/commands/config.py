@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr config`: the settings that commands use, and where each comes from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.render import Cell
+from ckptmgr.core.errors import CheckpointNotFound
+
+_NOT_SHOWN = "(set, not shown)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """A setting as a command would use it; `value` is None where nothing sets it."""
+
+    name: str
+    value: str | None
+    origin: str
+
+
+@options.command("config", examples=("config show runs/resnet50 --origin", "config show --json"))
+@click.argument("action", type=click.Choice(["show"]), metavar="show")
+@click.argument("directory", type=options.PATH, default=Path(), metavar="[DIR]")
+@click.option("--origin", "has_origin", is_flag=True, help="Also where each value comes from.")
+@options.output_options
+@click.pass_context
+def config_command(ctx: click.Context, action: str, directory: Path, has_origin: bool) -> int:
+    """Show the settings that commands use for a directory, and with --origin where each is set.
+
+    keep is the policy of prune and watch, from ckptmgr.toml in DIR; a flag such as --keep or --key
+    comes before all of these. Keys are never shown, only where they are read from. -q prints the
+    names of the settings that are set.
+    """
+    del action  # the only one so far
+    if not directory.is_dir():
+        raise CheckpointNotFound("no such directory", path=directory)
+    output = render.make_output(ctx, options.absolute(directory))
+    found = list(_settings(directory, os.environ))
+    if output.is_json:
+        output.result([asdict(one) for one in found], {"count": len(found)})
+    elif output.is_quiet:
+        output.names([one.name.encode() for one in found if one.value is not None])
+    else:
+        header = ("SETTING", "VALUE", *(["ORIGIN"] * has_origin))
+        rows = [
+            [
+                Cell(one.name),
+                Cell(one.value or "-"),
+                *([Cell(one.origin)] * has_origin),
+            ]
+            for one in found
+        ]
+        output.table(header, rows, right="")
+    return Exit.DONE
+
+
+def _settings(directory: Path, environment: Mapping[str, str]) -> Iterator[_Setting]:
+    from ckptmgr.cli.policy_file import policy_of
+
+    policy = policy_of(directory)
+    if policy is None:
+        yield _Setting(name="keep", value=None, origin="not set")
+    else:
+        yield _Setting(name="keep", value=str(policy[0]), origin=str(policy[1]))
+    yield _key(environment)
+    for name, variable in (
+        ("key_service", "CKPTMGR_KEY_SERVICE"),
+        ("key_context", "CKPTMGR_KEY_CONTEXT"),
+    ):
+        yield _variable(name, variable, environment)
+    yield _color(environment)
+
+
+def _key(environment: Mapping[str, str]) -> _Setting:
+    from ckptmgr.crypto.keys.trusted_files import shown_name
+
+    path = environment.get("CKPTMGR_KEY_FILE")
+    if path:
+        value = f"file:{shown_name(path)}"
+        return _Setting(name="key", value=value, origin="variable CKPTMGR_KEY_FILE")
+    return _variable("key", "CKPTMGR_KEY", environment)
+
+
+def _variable(name: str, variable: str, environment: Mapping[str, str]) -> _Setting:
+    if not environment.get(variable):
+        return _Setting(name=name, value=None, origin="not set")
+    return _Setting(name=name, value=_NOT_SHOWN, origin=f"variable {variable}")
+
+
+def _color(environment: Mapping[str, str]) -> _Setting:
+    """Return when to colour, and the variable that decides, as `render.wants_color` does."""
+    is_terminal = sys.stdout.isatty()
+    decided = render.wants_color("auto", environment, is_terminal=is_terminal)
+    origin = "default: on a terminal"
+    if environment.get("NO_COLOR"):
+        origin = "variable NO_COLOR"
+    elif environment.get("FORCE_COLOR"):
+        origin = "variable FORCE_COLOR"
+    elif is_terminal and environment.get("TERM") == "dumb":
+        origin = "variable TERM"
+    return _Setting(name="color", value="yes" if decided else "no", origin=origin)
