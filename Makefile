@@ -127,6 +127,10 @@ test-root: $(VENV)/.stamp-test ## cut the power on ext4, xfs and btrfs images, a
 	@namespace=(); if [ "$$(id -u)" = 0 ]; then namespace=(unshare --mount --propagation private); fi
 	"$${namespace[@]}" $(PY) $(PYTEST) $(IN_PARALLEL) -rs -m root tests/faults $(PYTEST_ARGS)
 
+.PHONY: man
+man: $(VENV)/.stamp-test ## write the man pages into build/man
+	@$(PY) -m tools.man build/man
+
 .PHONY: coverage
 coverage: ## run the tests and enforce the branch coverage we promise
 	@$(MAKE) --no-print-directory test COVERAGE=1
