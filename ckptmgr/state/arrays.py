@@ -12,6 +12,7 @@ little-endian and on the host.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -132,22 +133,9 @@ def is_wrapper(value: torch.Tensor) -> bool:
 
 def torch_bytes(value: torch.Tensor) -> memoryview:
     """Return a strided tensor in C order; a view when it is contiguous and on the CPU."""
-    is_direct = value.is_contiguous() and not value.is_conj() and not value.is_neg()
-    if value.is_cpu and is_direct:
-        return memory_of_tensor(value).data
-    return memory_of_tensor(value.detach().resolve_conj().resolve_neg().cpu().contiguous()).data
-
-
-class _Host:
-    """Exposes the memory of a tensor to NumPy, and keeps the tensor alive."""
-
-    __slots__ = ("__array_interface__", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        shape = (tensor.nbytes,)
-        data = (tensor.data_ptr(), False)
-        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": data}
+    if not (value.is_cpu and value.is_contiguous()) or value.is_conj() or value.is_neg():
+        value = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(_exposed(value)).cast("B")[: value.nbytes]
 
 
 def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
@@ -157,8 +145,23 @@ def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
     """
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
+    return np.frombuffer(_exposed(tensor), np.uint8, tensor.nbytes)
+
+
+# One type for tensors of all sizes, as ctypes takes 20 us to make a type. What uses it cuts it.
+_exposed_at = (ctypes.c_ubyte * (sys.maxsize >> 1)).from_address
+_NOTHING = (ctypes.c_ubyte * 0)()
+
+
+def _exposed(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+    """Return the memory that begins with a tensor, and that keeps the tensor alive."""
+    if not tensor.nbytes:
+        return _NOTHING
     # The zero tensors of autograd have no memory before they are copied.
-    return np.asarray(_Host(tensor if tensor.data_ptr() else tensor.clone()))
+    tensor = tensor if tensor.data_ptr() else tensor.clone()
+    memory = _exposed_at(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memory
 
 
 def torch_tensor(array: np.ndarray) -> torch.Tensor:

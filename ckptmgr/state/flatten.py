@@ -27,6 +27,7 @@ from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, un
 from ckptmgr.state.random import generator_key, generator_state, global_generators
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, keras_way_out, record_of
 from ckptmgr.state.scalars import (
+    ENCODERS,
     MOST_EQUAL_HASHES,
     encode_atom,
     encode_key,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # one process has no slices
 
 _INLINE_BYTES = 1024
 _BYTES = (bytes, bytearray)
+_ATOMS = {kind: encode for kind, encode in ENCODERS.items() if kind not in _BYTES}
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
 _CONTAINERS: dict[type, str] = {
     dict: "dict",
@@ -88,6 +90,7 @@ class Flattener:
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
+        self._usual_types = () if is_dry or slicer is not None else _usual_types()
         self._frames: list[_Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
@@ -125,12 +128,16 @@ class Flattener:
     def _walk(self, frame: _Frame) -> None:
         """Encode the parts of a container, until one has parts of its own or none is left."""
         path, step = frame.path, frame.step
-        nodes, is_whole = self._nodes, self._slicer is None
+        nodes, usual_types = self._nodes, self._usual_types
         for before, value, key in frame.parts:
             nodes.extend(before)
+            kind = type(value)
+            encoder = _ATOMS.get(kind)
+            if encoder is not None:
+                nodes.append(encoder(value))
+                continue
             at = path if step is None else Path(path, step, key)
-            if type(value) is np.ndarray and is_whole:  # most are
-                self._add(array_leaf(value, at, self._unique(at.tensor_name())))
+            if kind in usual_types and self._usual_array(value, at):
                 continue
             self._visit(value, at, frame.depth)
             if self._frames[-1] is not frame:
@@ -141,6 +148,19 @@ class Flattener:
             self._open.discard(frame.container)
         if frame.tie is not None:
             self._note_end(frame.tie)
+
+    def _usual_array(self, value: Any, path: Path) -> bool:
+        """Encode an array of the types that most are; return whether it is a plain one."""
+        if type(value) is np.ndarray:
+            leaf = array_leaf(value, path, self._unique(path.tensor_name()))
+        else:
+            adapter = _torch_values()
+            if not adapter.is_plain(value):
+                return False
+            leaf = adapter.torch_leaf(value, path, self._unique(path.tensor_name()))
+        self._leaves.append(leaf)
+        self._nodes.append(leaf)
+        return True
 
     def _note_end(self, tie: object) -> None:
         """Record where the nodes of a mutable object end; the caller holds the object."""
@@ -313,10 +333,12 @@ class Flattener:
 
 def _mapping(value: Any, path: Path) -> Iterator[_Part]:
     _check_hashes(value, path)
-    # A copy, because state_dict() of a part may change the mapping.
-    for key, child in list(value.items()):
-        is_plain = type(key) is str and key.isascii()
-        yield (key,) if is_plain else encode_key(key, path), child, key
+    # Copies, because state_dict() of a part may change the mapping.
+    keys, values = list(value), list(value.values())
+    before = [
+        (key,) if type(key) is str and key.isascii() else encode_key(key, path) for key in keys
+    ]
+    return zip(before, values, keys, strict=True)
 
 
 def _ordered(value: Any, path: Path, depth: int) -> _Frame:
@@ -377,6 +399,12 @@ def _set(value: Any, path: Path) -> list[Node]:
     parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
     nodes = [node for part in parts for node in part]
     return [*nodes, {type(value).__name__: len(parts)}]
+
+
+def _usual_types() -> tuple[type, ...]:
+    """Return the types of which most arrays are."""
+    torch = sys.modules.get("torch")
+    return (np.ndarray,) if torch is None else (np.ndarray, torch.Tensor, torch.nn.Parameter)
 
 
 @cache

@@ -9,8 +9,10 @@ that overlaps no other is stored compactly, however large the storage behind it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from math import prod
+from operator import itemgetter, le
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -64,7 +66,7 @@ class Leaf(NamedTuple):
     dtype: Node  # element type, in the skeleton
     shape: tuple[int, ...]  # of the array; `tensor` has one more dimension if it holds bytes
     node: dict[str, Node]  # rest of the body of its skeleton node; planning completes it
-    value: object  # the array, held so that its memory and identity stay its own
+    value: Any  # the array, held so that its memory and identity stay its own
     tensor: Tensor  # the stored tensor, if the leaf shares no memory
     item_bytes: int
     finder: Finder | None  # None when its memory cannot be shared
@@ -117,8 +119,21 @@ _IN_ALL_FORMATS = {
 
 def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
     """Return whether `count` arrays certainly share no memory, given the owners of theirs."""
-    different = set(map(id, owners))
-    return len(different) == count and id(None) not in different
+    different: set[int] = set()
+    for owner in owners:
+        if owner is None:
+            return False
+        different.add(id(owner))
+    return len(different) == count
+
+
+_START, _STOP = itemgetter(1), itemgetter(2)
+
+
+def are_apart(spans: Collection[tuple[Any, ...]]) -> bool:
+    """Return whether spans certainly do not overlap; those of several devices are compared, too."""
+    starts, stops = sorted(map(_START, spans)), sorted(map(_STOP, spans))
+    return all(map(le, stops, islice(starts, 1, None)))
 
 
 def overlapping_groups(spans: list[tuple[str, int, int, int]]) -> Iterator[tuple[list[int], int]]:
@@ -267,6 +282,10 @@ def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
         for index, leaf in enumerate(leaves)
         if leaf.finder is not None and (span := leaf.finder.span(leaf.value)) is not None
     ]
+    if are_apart(spans) and all(
+        stop - start >= leaves[index].value.nbytes for _, start, stop, index in spans
+    ):
+        return
     for group, size_bytes in overlapping_groups(spans):
         if len(group) > 1 or size_bytes < leaves[group[0]].size_bytes:
             yield [_located(leaves, index) for index in sorted(group)]

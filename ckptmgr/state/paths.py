@@ -31,6 +31,7 @@ MAX_DEPTH = 500
 _SHOWN_CHARS = 60
 _SHOWN_DIFFERENCES = 100
 _MAX_DECIMAL_BITS = 1000
+_MAX_SHORT_INT = 1 << 64
 
 
 class TreeError(CkptmgrError, ValueError):
@@ -129,6 +130,8 @@ def _hex_if_long(step: object) -> str:
 def _escaped(step: object) -> str:
     if type(step) is str and step.isascii() and "~" not in step and "/" not in step:
         return step
+    if type(step) is int and -_MAX_SHORT_INT < step < _MAX_SHORT_INT:
+        return str(step)
     # The order in which a frozenset prints its elements changes from run to run.
     text = (
         type(step).__name__

@@ -28,7 +28,7 @@ _MAX_PLAIN_INT = 2**53
 
 def encode_atom(value: object) -> tuple[Node] | None:
     """Return the node of a value without parts, in a tuple; None for everything else."""
-    encoder = _ENCODERS.get(type(value))
+    encoder = ENCODERS.get(type(value))
     if encoder is not None:
         return (encoder(value),)
     if isinstance(value, np.generic):
@@ -53,7 +53,7 @@ def _encode_str(value: str) -> Node:
     return value
 
 
-_ENCODERS: dict[type, Callable[[Any], Node]] = {
+ENCODERS: dict[type, Callable[[Any], Node]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
     int: _encode_int,
@@ -63,7 +63,9 @@ _ENCODERS: dict[type, Callable[[Any], Node]] = {
     bytes: lambda value: {"bytes": value.hex()},
     bytearray: lambda value: {"bytearray": value.hex()},
 }
-_KEY_TYPES = frozenset(_ENCODERS) - {bytearray}
+"""Type of a value without parts to the function that returns its node."""
+
+_KEY_TYPES = frozenset(ENCODERS) - {bytearray}
 
 
 def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Node]:

@@ -25,6 +25,7 @@ from ckptmgr.state.scalars import decode_float, decode_shape
 _PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
+_STRIDED = torch.strided
 _NUMPY_TYPES = frozenset(
     (
         *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -78,19 +79,26 @@ def decode_torch_size(node: object) -> torch.Size:
     return torch.Size(decode_shape(node))
 
 
+def is_plain(value: torch.Tensor) -> bool:
+    """Return whether a tensor consists of its elements, which are in memory."""
+    return value.layout is _STRIDED and not (
+        value.is_nested or value.is_meta or value.is_quantized
+    )
+
+
 def split_tensor(value: torch.Tensor, path: Path) -> tuple[Node, dict[str, object]] | None:
     """Return the node and the parts of a sparse or quantized tensor; None for a plain one."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
         raise unsupported(path, f"is a {type(value).__qualname__}", hint)
+    if is_plain(value):
+        return None
     if value.is_nested:
         raise unsupported(path, "is a nested tensor", "store it as a list: tensor.unbind()")
     if value.is_meta:
         raise unsupported(path, "is on the meta device, which holds no elements", "materialise it")
     if value.is_quantized:
         return _split_quantized(value, path)
-    if value.layout is torch.strided:
-        return None
     if value.layout is not torch.sparse_coo:
         raise unsupported(
             path, f"has the layout {value.layout}", "store it as to_dense() or to_sparse_coo()"
@@ -130,23 +138,25 @@ def _flags(value: torch.Tensor) -> dict[str, Node]:
 def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     """Return the leaf of a plain tensor."""
     dtype, shape = value.dtype, tuple(value.shape)
-    spelling = dtype_name(dtype)
-    spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
+    spelling, item_bytes = dtype_name(dtype), dtype.itemsize
+    spec, is_bytes = storage_spec(name, spelling, shape, item_bytes)
     node = _flags(value)
     if is_bytes:
         node["stored"] = "uint8"
-    tensor = Tensor(spec=spec, content=partial(torch_bytes, value))
-    return Leaf(path, "torch", spelling, shape, node, value, tensor, dtype.itemsize, TENSORS)
+    tensor = Tensor(spec, partial(torch_bytes, value))
+    return Leaf(path, "torch", spelling, shape, node, value, tensor, item_bytes, TENSORS)
 
 
 def _span(value: torch.Tensor) -> Span | None:
+    size_bytes = value.nbytes
     # Conjugated and negated views differ from their memory, so their values are stored separately.
-    if value.numel() == 0 or value.is_conj() or value.is_neg():
+    if not size_bytes or value.is_conj() or value.is_neg():
         return None
-    item_bytes, origin = value.dtype.itemsize, value.data_ptr()
+    origin = value.data_ptr()
     device = "cpu" if value.is_cpu else str(value.device)
     if value.is_contiguous():
-        return device, origin, origin + value.numel() * item_bytes
+        return device, origin, origin + size_bytes
+    item_bytes = value.dtype.itemsize
     strides = [stride * item_bytes for stride in value.stride()]
     return device, *extent(origin, value.shape, strides, item_bytes)
 
