@@ -18,7 +18,7 @@ from ckptmgr.state.tree import FlatState
 
 if TYPE_CHECKING:  # only a run with snapshots needs them
     from ckptmgr.engine.snapshots import CostOf, SnapshotCache
-    from ckptmgr.state.unflatten import ReadTensor
+    from ckptmgr.state.stored_arrays import ReadTensor
 
 _LOG = logging.getLogger(__name__)
 

@@ -27,14 +27,23 @@ def _plain_dtype_of(dtype: np.dtype) -> tuple[Node, str]:
     return encode_dtype(dtype), dtype.name if dtype.isnative else ""
 
 
-def array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
-    """Return the leaf of a NumPy array."""
-    dtype, shape = array.dtype, array.shape
+def checked_type(dtype: np.dtype, path: Path) -> tuple[Node, str]:
+    """Return the node and the table's name, or "", of the element type of an array.
+
+    Raises UnsupportedState if its elements are not plain bytes.
+    """
     node, spelling = _plain_dtype_of(dtype) if dtype.isbuiltin else _dtype_of(dtype)
     if node is None:
         raise unsupported(
             path, f"is an array with elements of type {dtype}", "store numbers, or a list"
         )
+    return node, spelling
+
+
+def array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
+    """Return the leaf of a NumPy array."""
+    dtype, shape = array.dtype, array.shape
+    node, spelling = checked_type(dtype, path)
     spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
     rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)

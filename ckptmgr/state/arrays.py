@@ -149,18 +149,18 @@ def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
 
 
 # One type for tensors of all sizes, as ctypes takes 20 us to make a type. What uses it cuts it.
-_exposed_at = (ctypes.c_ubyte * (sys.maxsize >> 1)).from_address
+_exposed_at: Callable[[int], Any] = (ctypes.c_ubyte * (sys.maxsize >> 1)).from_address
 _NOTHING = (ctypes.c_ubyte * 0)()
 
 
-def _exposed(tensor: torch.Tensor) -> ctypes.Array[ctypes.c_ubyte]:
+def _exposed(tensor: torch.Tensor) -> Any:
     """Return the memory that begins with a tensor, and that keeps the tensor alive."""
     if not tensor.nbytes:
         return _NOTHING
     # The zero tensors of autograd have no memory before they are copied.
     tensor = tensor if tensor.data_ptr() else tensor.clone()
     memory = _exposed_at(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]
+    memory.tensor = tensor
     return memory
 
 

@@ -150,7 +150,7 @@ def memory_of(value: Any) -> np.ndarray | None:
         is_direct = value.flags.c_contiguous and value.flags.writeable
         return np.asarray(value) if is_direct else None
 
-    if not _is_plain(value) or value.device.type != "cpu" or not value.is_contiguous():
+    if not value.is_cpu or not _is_plain(value) or not value.is_contiguous():
         return None
     if value.is_conj() or value.is_neg():  # the bytes mean something else
         return None

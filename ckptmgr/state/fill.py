@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckptmgr.core.notes import add_note
 from ckptmgr.state.flatten import Flattener
-from ckptmgr.state.overlaps import bytes_for, conflicts
+from ckptmgr.state.overlaps import bytes_for, conflicts, overlapping_targets
 from ckptmgr.state.paths import Path
 
 
@@ -40,9 +41,11 @@ def has_dtensors(target: Any) -> bool:
     return any(hasattr(one, "to_local") for one in parameters)
 
 
-def signature_of(tensor: Any) -> tuple[object, ...]:
-    """Return the properties in which two tensors must agree to be copied into each other."""
-    return (tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.is_quantized)
+def are_alike(one: Any, other: Any) -> bool:
+    """Return whether two torch tensors have the same shape, type and layout."""
+    return bool(
+        one.shape == other.shape and one.dtype is other.dtype and one.layout is other.layout
+    )
 
 
 def can_copy_into(tensor: Any) -> bool:
@@ -53,24 +56,14 @@ def can_copy_into(tensor: Any) -> bool:
         tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_meta
-        and all(
-            stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        and (
+            tensor.is_contiguous()
+            or all(
+                stride or size < 2
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            )
         )
     )
-
-
-def fill_array(target: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Copy a stored array into `target`, and return `target`."""
-    np.copyto(target, stored, casting="no")
-    return target
-
-
-def fill_tensor(target: Any, stored: Any) -> Any:
-    """Copy a stored torch tensor into `target`, and return `target`."""
-    import torch
-
-    with torch.no_grad():
-        return target.copy_(stored)
 
 
 def fill_mindspore(target: Any, stored: np.ndarray) -> Any:
@@ -131,15 +124,30 @@ class Fill(NamedTuple):
     via_load_state_dict: bool = False  # the module that owns the target copies it
 
 
+def fill_all(fills: Iterable[Fill]) -> None:
+    """Copy stored arrays and tensors into their targets, but those that `load_state_dict` copies."""
+    torch = sys.modules.get("torch")
+    with contextlib.nullcontext() if torch is None else torch.no_grad():
+        for target, stored, _, via_load_state_dict in fills:
+            if isinstance(target, np.ndarray):
+                np.copyto(target, stored, casting="no")
+            elif not via_load_state_dict:
+                target.copy_(stored)
+
+
 class SharedTargets:
     """The objects that are to be filled, and the check that none gets two values.
 
     Args:
         read_contents: Called with a stored value before the contents of its arrays are compared.
+
+    Attributes:
+        has_overlaps: Whether targets share memory, or may; known once `problems` returned.
     """
 
     def __init__(self, *, read_contents: Callable[[Any], None]) -> None:
         self._read_contents = read_contents
+        self.has_overlaps = True
         self._objects: dict[object, tuple[Path, object, Any]] = {}
 
     def add_object(self, key: object, target: object, stored: Any, path: Path) -> str | None:
@@ -158,10 +166,16 @@ class SharedTargets:
 
     def problems(self, fills: Sequence[Fill]) -> list[str]:
         """Return the conflicts between fills, each after its path."""
-        targets = {one.path: one.target for one in fills}
-        stored = {one.path: one.stored for one in fills}
+        targets = dict(enumerate(one.target for one in fills))
+        self.has_overlaps = bool(overlapping_targets(targets))
+        if not self.has_overlaps:
+            return []
+        stored = dict(enumerate(one.stored for one in fills))
         found = conflicts(targets, stored, self._read_contents)
-        return [f"{one.later} {one}" for one in found]
+        return [
+            f"{fills[one.later].path} {one.naming(lambda index: str(fills[index].path))}"
+            for one in found
+        ]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckptmgr.core.notes import add_note
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.array_leaves import array_leaf, foreign_leaf
+from ckptmgr.state.array_leaves import array_leaf, checked_type, foreign_leaf
 from ckptmgr.state.arrays import Framework, framework_of
 from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.leaves import Leaf, plan_storage
@@ -90,7 +90,7 @@ class Flattener:
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
-        self._usual_types = () if is_dry or slicer is not None else _usual_types()
+        self._usual_types = () if slicer is not None else _usual_types()
         self._frames: list[_Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
@@ -151,6 +151,10 @@ class Flattener:
 
     def _usual_array(self, value: Any, path: Path) -> bool:
         """Encode an array of the types that most are; return whether it is a plain one."""
+        if self._is_dry:
+            if type(value) is np.ndarray:
+                checked_type(value.dtype, path)
+            return True
         if type(value) is np.ndarray:
             leaf = array_leaf(value, path, self._unique(path.tensor_name()))
         else:

@@ -9,7 +9,7 @@ that overlaps no other is stored compactly, however large the storage behind it 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from math import prod
 from operator import itemgetter, le
@@ -102,7 +102,7 @@ def storage_spec(
 
     Bytes are uint8 with one more dimension, unless an element is one byte.
     """
-    row = _IN_ALL_FORMATS.get(spelling)
+    row = IN_ALL_FORMATS.get(spelling)
     if row is not None:
         return TensorSpec(name, row, shape), False
     stored_shape = shape if item_bytes == 1 else (*shape, item_bytes)
@@ -110,7 +110,7 @@ def storage_spec(
 
 
 _UINT8: DType = BY_NAME["uint8"]
-_IN_ALL_FORMATS = {
+IN_ALL_FORMATS = {
     name: row
     for name, row in BY_NAME.items()
     if row.mindspore is not None and row.safetensors is not None
@@ -130,10 +130,16 @@ def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
 _START, _STOP = itemgetter(1), itemgetter(2)
 
 
-def are_apart(spans: Collection[tuple[Any, ...]]) -> bool:
-    """Return whether spans certainly do not overlap; those of several devices are compared, too."""
+def stand_alone(spans: Sequence[tuple[str, int, int, int]], arrays: Sequence[Any]) -> bool:
+    """Return whether no array certainly shares elements with itself or another one.
+
+    Spans are device, start, stop and the number of an array. Those of several devices are compared
+    as if there was one.
+    """
     starts, stops = sorted(map(_START, spans)), sorted(map(_STOP, spans))
-    return all(map(le, stops, islice(starts, 1, None)))
+    return all(map(le, stops, islice(starts, 1, None))) and all(
+        stop - start >= arrays[number].nbytes for _, start, stop, number in spans
+    )
 
 
 def overlapping_groups(spans: list[tuple[str, int, int, int]]) -> Iterator[tuple[list[int], int]]:
@@ -282,9 +288,7 @@ def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
         for index, leaf in enumerate(leaves)
         if leaf.finder is not None and (span := leaf.finder.span(leaf.value)) is not None
     ]
-    if are_apart(spans) and all(
-        stop - start >= leaves[index].value.nbytes for _, start, stop, index in spans
-    ):
+    if stand_alone(spans, [leaf.value for leaf in leaves]):
         return
     for group, size_bytes in overlapping_groups(spans):
         if len(group) > 1 or size_bytes < leaves[group[0]].size_bytes:

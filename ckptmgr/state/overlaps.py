@@ -24,6 +24,7 @@ from ckptmgr.state.leaves import (
     array_span,
     overlapping_groups,
     owner_of,
+    stand_alone,
 )
 
 _Content = Callable[[Any], np.ndarray]
@@ -36,9 +37,6 @@ class Conflict(NamedTuple):
     later: Any
     earlier: Any  # the same as `later` when the elements of one target overlap
     is_same: bool  # whether both are exactly the same elements
-
-    def __str__(self) -> str:
-        return self.naming(str)
 
     def naming(self, name: Callable[[Any], str]) -> str:
         """Return the problem of `later` as text; `name` formats a target."""
@@ -97,12 +95,14 @@ def bytes_for(target: Any, stored: Any) -> np.ndarray:
 def _groups(targets: Mapping[Any, Any]) -> Iterator[list[_Member]]:
     if are_disjoint(map(_owner_of, targets.values()), len(targets)):
         return
-    keys = list(targets)
+    keys, values = list(targets), list(targets.values())
     spans = [
         (*span, number)
-        for number, value in enumerate(targets.values())
+        for number, value in enumerate(values)
         if (span := _span_of(value)) is not None
     ]
+    if stand_alone(spans, values):
+        return
     for group, _ in overlapping_groups(spans):
         members = [_member(keys[number], targets[keys[number]]) for number in sorted(group)]
         if len(members) > 1 or _overlaps_itself(members[0]):

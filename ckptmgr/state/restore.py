@@ -11,26 +11,26 @@ import io
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
+from itertools import chain
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckptmgr.core.regions import region_shape
-from ckptmgr.state.arrays import framework_of, is_instance_by_name
+from ckptmgr.state.arrays import Framework, framework_of, is_instance_by_name
 from ckptmgr.state.configs import fill_config, is_config, problems_of
 from ckptmgr.state.fill import (
     Fill,
     SharedTargets,
+    are_alike,
     can_copy_into,
-    fill_array,
+    fill_all,
     fill_mindspore,
-    fill_tensor,
     has_dtensors,
     load_object,
     local_part,
     replace_content,
-    signature_of,
     with_values,
 )
 from ckptmgr.state.global_random import GlobalRandom
@@ -46,13 +46,14 @@ from ckptmgr.state.random import (
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
 
+_Visit = tuple[Any, Any, Path]
+"""A value still to be compared with its stored value: target, stored value, path."""
 
-class _Visit(NamedTuple):
-    """A value still to be compared with its stored value."""
 
-    target: Any
-    stored: Any
-    path: Path
+class _Value(NamedTuple):
+    """A restored value that is known before anything is restored."""
+
+    value: object
 
 
 class _Step(NamedTuple):
@@ -69,6 +70,9 @@ class _Parts(NamedTuple):
     step: _Step
 
 
+_Plan = _Value | _Step | _Parts
+
+
 class Restorer:
     """Compares one state with a stored one and fills it; see `tree.restore`.
 
@@ -76,35 +80,36 @@ class Restorer:
         read_contents: Called with a stored value before the contents of arrays in it are compared.
 
     Attributes:
+        shared: The objects and the memory that are filled.
         fills: The copies to make, known once `plan` returned.
         filled: `id` of stored arrays whose target is filled already.
     """
 
     def __init__(self, *, read_contents: Callable[[object], None] = lambda _: None) -> None:
-        self._shared = SharedTargets(read_contents=read_contents)
+        self.shared = SharedTargets(read_contents=read_contents)
         self._read_contents = read_contents
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
-        self._steps: list[_Step] = []
+        self._steps: list[_Step | _Value] = []
         self.fills: list[Fill] = []
         self.filled: set[int] = set()
 
     def plan(self, target: object, stored: object) -> None:
         """Compare; raise StateMismatch when structure, shape or type differ. Nothing is changed."""
         steps = self._steps
-        stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
+        stack: list[_Visit | _Step] = [(target, stored, Path())]
         while stack:
             item = stack.pop()
             if isinstance(item, _Step):
                 steps.append(item)
                 continue
-            plan = self._plan(item.target, item.stored, item.path)
+            plan = self._plan(*item)
             if isinstance(plan, _Parts):
                 stack.append(plan.step)
                 stack.extend(reversed(plan.visits))
             else:
                 steps.append(plan)
-        self._differences += self._shared.problems(self.fills)
+        self._differences += self.shared.problems(self.fills)
         if self._differences:
             raise mismatch(
                 "this state",
@@ -116,32 +121,40 @@ class Restorer:
 
     def carry_out(self) -> object:
         """Fill the state that was compared, and return it."""
+        fill_all(one for one in self.fills if id(one.stored) not in self.filled)
         restored = _carry_out(self._steps)
         for set_state in self._generators:
             set_state()
         return restored
 
-    def _differ(self, path: Path, problem: str) -> _Step:
+    def _differ(self, path: Path, problem: str) -> _Value:
         self._differences.append(f"{path} {problem}")
-        return _give(None)
+        return _Value(None)
 
-    def _differ_in_type(self, path: Path, target: Any, stored: Any) -> _Step:
+    def _differ_in_type(self, path: Path, target: Any, stored: Any) -> _Value:
         return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
 
     def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
         """Record that `stored` will be put into `target`, for which there may be only one value."""
-        problem = self._shared.add_object(key or id(target), target, stored, path)
+        problem = self.shared.add_object(key or id(target), target, stored, path)
         if problem is not None:
             self._differ(path, problem)
 
-    def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
-        """Return the step, or the parts and the step, that give the restored `target`."""
-        if target is None or {type(target), type(stored)} <= PLAIN_TYPES:
-            return _give(stored)
+    def _plan(self, target: Any, stored: Any, path: Path) -> _Plan:
+        """Return the value, or the step, or the parts and the step, that give the restored `target`."""
+        kind = type(target)
+        if target is None or (kind in PLAIN_TYPES and type(stored) in PLAIN_TYPES):
+            return _Value(stored)
+        if kind is dict and isinstance(stored, dict):
+            self._claim(target, stored, path)
+            return self._plan_mapping(target, stored, path)
+        framework = framework_of(target)
+        if framework == "torch":
+            return self._plan_tensor(target, stored, path)
+        if framework is not None and not isinstance(target, np.generic):
+            return self._plan_array(target, stored, path, framework)
         if is_config(target):
             return self._plan_config(target, stored, path)
-        if framework_of(target) is not None and not isinstance(target, np.generic):
-            return self._plan_array(target, stored, path)
         if callable(getattr(target, "load_state_dict", None)) and not isinstance(target, type):
             return self._plan_object(target, stored, path)
         if generator_kind(target):
@@ -149,7 +162,7 @@ class Restorer:
         if type(target) is ModuleType:
             return self._plan_module(target, stored, path)
         if is_atom(target) and is_atom(stored):
-            return _give(stored)
+            return _Value(stored)
         match target:
             case MutableMapping() if isinstance(stored, Mapping) and not is_nnx(target):
                 self._claim(target, stored, path)
@@ -166,13 +179,13 @@ class Restorer:
                 self._claim(target, stored, path)
                 return _Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
-                return _give(stored)
+                return _Value(stored)
         record = record_of(target)
         if record is not None:
             return self._plan_record(record, target, stored, path)
         return self._differ_in_type(path, target, stored)
 
-    def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+    def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> _Plan:
         if record.is_mutable:
             self._claim(target, stored, path)
         try:
@@ -194,7 +207,7 @@ class Restorer:
 
         return _Parts(parts.visits, _Step(parts.step.takes, make))
 
-    def _plan_deque(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+    def _plan_deque(self, target: Any, stored: Any, path: Path) -> _Plan:
         if target.maxlen != stored.maxlen:
             return self._differ(path, f"has maxlen {target.maxlen}, stored is {stored.maxlen}")
         if len(target) != len(stored):  # it grows as it is used, from nothing in a fresh state
@@ -213,6 +226,7 @@ class Restorer:
         is_open = isinstance(target, defaultdict)  # its keys come as they are used
         self._compare_keys(target, stored, path, is_open=is_open)
         keys = [key for key in stored if is_open or key in target]
+        visits = [(target.get(key), stored[key], Path(path, "key", key)) for key in keys]
 
         def make(values: list[Any]) -> object:
             # Not update(), which would add the counts of a Counter.
@@ -220,7 +234,6 @@ class Restorer:
                 target[key] = value
             return target
 
-        visits = [_Visit(target.get(key), stored[key], path.key(key)) for key in keys]
         return _Parts(visits, _Step(len(keys), make))
 
     def _compare_keys(
@@ -231,6 +244,8 @@ class Restorer:
         *,
         is_open: bool = False,
     ) -> None:
+        if target.keys() == stored.keys():
+            return
         for key in target:
             if key not in stored:
                 self._differ(path.key(key), "is not in the checkpoint")
@@ -238,20 +253,17 @@ class Restorer:
             if key not in target:
                 self._differ(path.key(key), "is only in the checkpoint")
 
-    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Plan:
         if len(target) != len(stored):
             if all(map(is_history, (*target, *stored))) and not hasattr(target, "_fields"):
                 return _Step(0, lambda _: with_values(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
-        visits = [
-            _Visit(target[index], value, path.index(index)) for index, value in enumerate(stored)
-        ]
+        if PLAIN_TYPES.issuperset(map(type, chain(target, stored))):
+            return _Step(0, lambda _: with_values(target, stored))
+        visits = [(target[index], value, path.index(index)) for index, value in enumerate(stored)]
         return _Parts(visits, _Step(len(visits), lambda values: with_values(target, values)))
 
-    def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
-        framework = framework_of(target)
-        if framework == "torch":
-            return self._plan_tensor(target, stored, path)
+    def _plan_array(self, target: Any, stored: Any, path: Path, framework: Framework) -> _Plan:
         if framework == "jax" and is_jax_key(target):
             return self._plan_record(JAX_KEY, target, stored, path)
         if not isinstance(stored, np.ndarray):
@@ -261,33 +273,24 @@ class Restorer:
         if (target.shape, target.dtype) != (stored.shape, stored.dtype):
             return self._differ_in_type(path, target, stored)
         if not target.flags.writeable:
-            return _give(stored)
-        return self._fill(Fill(target, stored, path), fill_array, target)
+            return _Value(stored)
+        self.fills.append(Fill(target, stored, path))
+        return _Value(target)
 
     def _plan_tensor(
         self, target: Any, stored: Any, path: Path, *, via_load_state_dict: bool = False
-    ) -> _Step:
+    ) -> _Value:
         local = local_part(target)
-        if framework_of(stored) != "torch" or signature_of(local) != signature_of(stored):
+        if framework_of(stored) != "torch" or not are_alike(local, stored):
             return self._differ_in_type(path, local, stored)
         if via_load_state_dict and local.is_meta:  # load_state_dict would warn and do nothing
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
-            return _give(stored)
-        return self._fill(Fill(local, stored, path, via_load_state_dict), fill_tensor, target)
+            return _Value(stored)
+        self.fills.append(Fill(local, stored, path, via_load_state_dict))
+        return _Value(target)
 
-    def _fill(self, fill: Fill, copy: Callable[[Any, Any], object], result: object) -> _Step:
-        """Record a fill; return the step that makes it, unless it is made already."""
-        self.fills.append(fill)
-
-        def make(_: list[Any]) -> object:
-            if id(fill.stored) not in self.filled:
-                copy(fill.target, fill.stored)
-            return result
-
-        return _Step(0, make)
-
-    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Plan:
         if is_multi_device(target):
             return self._plan_multi_device(target, stored, path)
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
@@ -297,14 +300,14 @@ class Restorer:
             return _Step(0, lambda _: fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
-    def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+    def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> _Plan:
         lengths = region_shape(addressable_region(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
             return self._differ(path, f"is {held}, stored is {_described(stored)}")
         return _Step(0, lambda _: rebuild_array(target, stored))
 
-    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Plan:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ_in_type(path, target, stored)
         self._claim(target, stored, path)
@@ -314,7 +317,7 @@ class Restorer:
                 self._generators.append(target.plan(stored))
             except ValueError as error:
                 return self._differ(path, str(error))
-            return _give(target)
+            return _Value(target)
         torch = sys.modules.get("torch")
         is_sharded = has_dtensors(target)
         if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:
@@ -355,20 +358,20 @@ class Restorer:
                     current[key], stored[key], path.key(key), via_load_state_dict=True
                 )
 
-    def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Step:
+    def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Value:
         if generator_kind(target) != generator_kind(stored):
             return self._differ(
                 path, f"is a {generator_kind(target)}, stored is a {generator_kind(stored)}"
             )
         self._claim(target, stored, path, key=generator_key(target))
         self._generators.append(lambda: set_generator(target, stored))
-        return _give(target)
+        return _Value(target)
 
-    def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> _Step:
+    def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> _Value:
         generators = global_generators(target)
         if not isinstance(generators, tuple):
             self._plan_generator(generators, stored, path)
-            return _give(target)
+            return _Value(target)
         if not isinstance(stored, tuple) or len(stored) != len(generators):
             many = f" of {len(stored)}" if isinstance(stored, tuple) else ""
             return self._differ(
@@ -382,16 +385,15 @@ class Restorer:
                 self._differ(path.index(index), error.message)
             else:
                 self._plan_generator(generator, made, path.index(index))
-        return _give(target)
+        return _Value(target)
 
 
-def _give(value: object) -> _Step:
-    return _Step(0, lambda _: value)
-
-
-def _carry_out(steps: list[_Step]) -> object:
+def _carry_out(steps: list[_Step | _Value]) -> object:
     values: list[Any] = []
     for step in steps:
+        if isinstance(step, _Value):
+            values.append(step.value)
+            continue
         first = len(values) - step.takes
         parts = values[first:]
         del values[first:]

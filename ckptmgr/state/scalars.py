@@ -65,7 +65,8 @@ ENCODERS: dict[type, Callable[[Any], Node]] = {
 }
 """Type of a value without parts to the function that returns its node."""
 
-_KEY_TYPES = frozenset(ENCODERS) - {bytearray}
+KEY_TYPES = frozenset(ENCODERS) - {bytearray}
+"""Types of most keys of a dict; see `is_key`."""
 
 
 def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Node]:
@@ -104,7 +105,7 @@ def is_key(value: object) -> bool:
     if isinstance(value, tuple | frozenset):
         return all(map(is_key, value))
     is_other = isinstance(value, np.generic) or has_text_form(value)
-    return type(value) in _KEY_TYPES or (is_other and _is_hashable(value))
+    return type(value) in KEY_TYPES or (is_other and _is_hashable(value))
 
 
 def _is_hashable(value: object) -> bool:

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import re
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import memory_of_tensor, torch_bytes
-from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, storage_spec
+from ckptmgr.state.leaves import (
+    IN_ALL_FORMATS,
+    Finder,
+    Leaf,
+    Memory,
+    Span,
+    extent,
+    storage_spec,
+)
 from ckptmgr.state.paths import Node, Path, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
 
@@ -32,6 +40,10 @@ _NUMPY_TYPES = frozenset(
         *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
     )
 )
+
+
+_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""Bytes of an element to the type of NumPy and torch that holds elements which NumPy lacks."""
 
 
 def encode_torch_atom(value: Any) -> tuple[Node] | None:
@@ -59,9 +71,12 @@ def decode_torch_dtype(node: object) -> torch.dtype:
     return dtype
 
 
-def is_known_to_numpy(dtype: torch.dtype) -> bool:
-    """Return whether NumPy itself, without ml_dtypes, has an element type of this name."""
-    return dtype in _NUMPY_TYPES
+@lru_cache(maxsize=256)
+def stored_dtype(spelling: str) -> np.dtype | None:
+    """Return the type of stored arrays with these elements; None if they are stored as bytes."""
+    row = IN_ALL_FORMATS.get(spelling)
+    is_torch = isinstance(getattr(torch, spelling, None), torch.dtype)
+    return row.to_numpy() if row is not None and is_torch else None
 
 
 def decode_torch_device(node: object) -> torch.device:
@@ -81,9 +96,7 @@ def decode_torch_size(node: object) -> torch.Size:
 
 def is_plain(value: torch.Tensor) -> bool:
     """Return whether a tensor consists of its elements, which are in memory."""
-    return value.layout is _STRIDED and not (
-        value.is_nested or value.is_meta or value.is_quantized
-    )
+    return value.layout is _STRIDED and not (value.is_nested or value.is_meta or value.is_quantized)
 
 
 def split_tensor(value: torch.Tensor, path: Path) -> tuple[Node, dict[str, object]] | None:
@@ -271,24 +284,44 @@ ATOM_DECODERS: dict[str, Callable[[object], object]] = {
 }
 
 
-_exclusive: set[int] = set()
-"""Addresses of NumPy arrays that only one tensor references."""
+_exclusive: dict[int, ref[np.ndarray]] = {}
+"""Address to NumPy array, for arrays that only one tensor references; some are gone."""
+_checked_at = 1000
+"""Number of arrays in `_exclusive` at which those that are gone leave it."""
 
 
 def share_array(memory: np.ndarray) -> torch.Tensor:
     """Return a tensor over the memory of a NumPy array that may have other references."""
-    _exclusive.discard(memory.__array_interface__["data"][0])
-    return torch.from_numpy(memory)
-
-
-def adopt_array(memory: np.ndarray) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy array that has no other reference."""
     tensor = torch.from_numpy(memory)
+    _exclusive.pop(tensor.data_ptr(), None)
+    return tensor
+
+
+def adopt_array(memory: np.ndarray, spelling: str) -> torch.Tensor:
+    """Return a tensor over the memory of a NumPy array that has no other reference.
+
+    `stored_dtype` of the element type must be that of the array.
+    """
+    dtype: torch.dtype = getattr(torch, spelling)
+    if dtype in _NUMPY_TYPES:
+        tensor = torch.from_numpy(memory)
+    else:
+        memory = memory.view(_INTEGERS[dtype.itemsize])
+        tensor = torch.from_numpy(memory).view(dtype)
     address = tensor.data_ptr()
     if address:
-        _exclusive.add(address)
-        weakref.finalize(memory, _exclusive.discard, address).atexit = False
+        _exclusive[address] = ref(memory)
+        if len(_exclusive) >= _checked_at:
+            _forget_dead_arrays()
     return tensor
+
+
+def _forget_dead_arrays() -> None:
+    global _checked_at
+    for address, array in list(_exclusive.items()):
+        if array() is None:
+            del _exclusive[address]
+    _checked_at = 2 * len(_exclusive) + 1000
 
 
 def is_change_counted(value: torch.Tensor) -> bool:
@@ -301,4 +334,5 @@ def is_change_counted(value: torch.Tensor) -> bool:
     storage = value.untyped_storage()
     if value.is_inference() or storage.is_shared():
         return False
-    return storage.resizable() or storage.data_ptr() in _exclusive
+    adopted = _exclusive.get(storage.data_ptr())
+    return storage.resizable() or (adopted is not None and adopted() is not None)

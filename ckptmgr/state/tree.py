@@ -59,7 +59,7 @@ from ckptmgr.state.paths import StateMismatch, TreeError
 
 if TYPE_CHECKING:  # one process has no slices, and a save needs nothing that restores
     from ckptmgr.state.slices import Slice, Slicer
-    from ckptmgr.state.unflatten import ReadTensor
+    from ckptmgr.state.stored_arrays import ReadTensor
 
 __all__ = [
     "FlatState",
@@ -197,16 +197,19 @@ class Restoration:
 
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer(read_contents=unflattener.read_contents)
+            self._restorer = Restorer(read_contents=unflattener.arrays.read_contents)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one
                 for one in self._restorer.fills
-                if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
+                if unflattener.arrays.whole.get(
+                    name := unflattener.arrays.leaves.get(id(one.stored), "")
+                )
             }
-            self.direct = disjoint(
-                {name: memory_of(one.target) for name, one in self._fills.items()}
-            )
+            found = {name: memory_of(one.target) for name, one in self._fills.items()}
+            memories = {name: memory for name, memory in found.items() if memory is not None}
+            has_overlaps = self._restorer.shared.has_overlaps
+            self.direct = disjoint(memories) if has_overlaps else memories
 
     def finish(self) -> object:
         """Return the restored state; the caller has filled `direct` and all other arrays."""

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.core.errors import CorruptCheckpoint
-from ckptmgr.state import unflatten as tree_unflatten
+from ckptmgr.state import stored_arrays
 from ckptmgr.state.tree import TreeError, flatten, unflatten
 from tests.support.trees import reader
 
@@ -168,7 +168,7 @@ def test_unflatten_of_bad_node_names_what_is_wrong(nodes: list[object], message:
 
 
 def test_unflatten_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree_unflatten._torch.cache_clear()
+    stored_arrays.torch_values.cache_clear()
     monkeypatch.delattr("ckptmgr.state.torch_values", raising=False)
     monkeypatch.setitem(sys.modules, "ckptmgr.state.torch_values", None)
 

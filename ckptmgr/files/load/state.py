@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.files.load.open import OpenCheckpoint
     from ckptmgr.files.load.shard_pieces import Index
     from ckptmgr.state.slices import Slice
-    from ckptmgr.state.unflatten import ReadTensor
+    from ckptmgr.state.stored_arrays import ReadTensor
 
 _OWN_PREFIX = "ckptmgr."
 # Metadata of a safetensors file: for which library it is, and MindSpore's CRC32.
