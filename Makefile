@@ -20,6 +20,7 @@ endif
 KIT_VENV ?= .venv-kit-$(FRAMEWORK)
 SUPPLY_VENV ?= .venv-supply
 OBJECTS_VENV ?= .venv-objects
+BROWSER_VENV ?= .venv-browser
 DOCS_VENV ?= .venv-docs
 DEMO_VENV ?= .venv-demo
 JOBS ?= 2
@@ -35,6 +36,7 @@ HUB_PY := $(HUB_VENV)/bin/python
 KIT_PY := $(KIT_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 OBJECTS_PY := $(OBJECTS_VENV)/bin/python
+BROWSER_PY := $(BROWSER_VENV)/bin/python
 DOCS_PY := $(DOCS_VENV)/bin/python
 DEMO_PY := $(DEMO_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
@@ -92,6 +94,10 @@ $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
 $(OBJECTS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing obstore and a server of S3 into $(OBJECTS_VENV)"
 	$(call make_venv,$(OBJECTS_VENV),constraints.txt,objects)
+
+$(BROWSER_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing selenium into $(BROWSER_VENV)"
+	$(call make_venv,$(BROWSER_VENV),constraints.txt,browser)
 
 $(DOCS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing mkdocs into $(DOCS_VENV)"
@@ -189,6 +195,10 @@ providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing throu
 	$(PROVIDERS_PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
 	$(PROVIDERS_PY) -m coverage report --include="$$judged" --omit='tests/*' --fail-under=100
 
+.PHONY: browser
+browser: $(BROWSER_VENV)/.stamp ## open the page of a report in Chromium (skipped where there is no chromedriver)
+	@$(BROWSER_PY) $(PYTEST) -m browser tests/browser $(PYTEST_ARGS)
+
 .PHONY: objects
 objects: $(OBJECTS_VENV)/.stamp ## mirror, copy and prune in a real server of S3, and kill them between any two requests
 	@$(OBJECTS_PY) $(PYTEST) $(IN_PARALLEL) -m objects tests/objects $(PYTEST_ARGS)
@@ -239,6 +249,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(OBJECTS_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(DEMO_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(OBJECTS_VENV) $(BROWSER_VENV) $(HUB_VENV) .venv-kit-* $(SUPPLY_VENV) $(DOCS_VENV) $(DEMO_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
