@@ -23,7 +23,7 @@ from ckptmgr.formats.strict_json import Json
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.verify import Verification
+    from ckptmgr.maintenance.verify import Level, Verification
     from ckptmgr.store.manifest.lineage import Expected
 
 _STATUS_WIDTH = len("unverified")
@@ -56,6 +56,15 @@ _CODES = (
 @click.option("--quick", "level", flag_value="quick", help="Sizes, headers and structure only.")
 @click.option("--deep", "level", flag_value="deep", help="Also decode all tensors and count NaN.")
 @click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1, max=256),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Checkpoints to verify at a time; each one is read by several threads anyway.",
+)
+@click.option(
     "--expect-step",
     type=click.IntRange(min=0),
     help="A step that was reached: one as late must be here.",
@@ -81,6 +90,7 @@ def verify_command(
     directory: Path,
     series: str | None,
     level: str | None,
+    jobs: int,
     expect_step: int | None,
     expect_id: str | None,
     quarantines: bool,
@@ -113,10 +123,8 @@ def verify_command(
     from ckptmgr.cli.foreign import checked_foreign, select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select
-    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.past_checks import forget_gone, remember
-    from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint, was_removed
-    from ckptmgr.store.manifest.lineage import Lineage
+    from ckptmgr.maintenance.verify import Level, Status, was_removed
 
     opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
@@ -138,19 +146,7 @@ def verify_command(
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
-        lineages: dict[Path, Lineage] = {}
-        for one in selected:
-            lineage = lineages.get(one.store.directory)
-            if lineage is None:
-                lineage = lineages[one.store.directory] = Lineage(one.store.scan())
-            with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
-                answer = verify_checkpoint(
-                    one.store,
-                    one.checkpoint,
-                    level=depth,
-                    options=ReadOptions(trust=one.store.trust),
-                    lineage=lineage,
-                )
+        for one, answer in _verified(output, selected, depth, jobs=jobs):
             if was_removed(one.store, answer):
                 continue
             remember(one.store, answer, at=now)
@@ -171,6 +167,47 @@ def verify_command(
             yield answer
 
     return _show(output, answers(), depth.value, expected, bundles, moved)
+
+
+def _verified(
+    output: Output, selected: Sequence[Selected], level: Level, *, jobs: int
+) -> Iterator[tuple[Selected, Verification]]:
+    """Yield the checkpoints in their order, each with its answer; verify `jobs` of them at a time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from ckptmgr.files.load.options import ReadOptions
+    from ckptmgr.maintenance.verify import verify_checkpoint
+    from ckptmgr.store.manifest.lineage import Lineage
+    from ckptmgr.store.store import Store
+
+    stores = {one.store.directory: one.store for one in selected}
+    lineages = {directory: Lineage(store.scan()) for directory, store in stores.items()}
+
+    def verify(one: Selected) -> Verification:
+        directory, trust = one.store.directory, one.store.trust
+        return verify_checkpoint(
+            one.store if jobs == 1 else Store(directory, trust=trust),
+            one.checkpoint,
+            level=level,
+            options=ReadOptions(trust=trust),
+            lineage=lineages[directory],
+        )
+
+    if jobs == 1:
+        for one in selected:
+            with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                answer = verify(one)
+            yield one, answer
+        return
+    pool = ThreadPoolExecutor(jobs, thread_name_prefix="ckptmgr-verify")
+    try:
+        waiting = [pool.submit(verify, one) for one in selected]
+        for one, done in zip(selected, waiting, strict=True):
+            with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                answer = done.result()
+            yield one, answer
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _quarantined(one: Selected, *, now: datetime) -> Path | Exception:
