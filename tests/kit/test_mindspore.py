@@ -194,6 +194,13 @@ def test_finished_run_goes_on_with_more_epochs(tmp_path: Path) -> None:
     assert max(saved_steps(checkpoints)) == 3 * EPOCH
 
 
+def test_run_that_saves_in_the_background_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    _, uncut = run(tmp_path / "uncut", 2)
+    run(tmp_path / "cut", 2, Seen(6, stop), async_save="thread")
+    _, resumed = run(tmp_path / "cut", 2, async_save="thread")
+    assert differences(programs.returned(uncut), programs.returned(resumed)) == []
+
+
 def test_optimizer_goes_on_with_its_slots_and_its_step(tmp_path: Path) -> None:
     run(tmp_path, 1)
     model = programs.model(seed=5)
