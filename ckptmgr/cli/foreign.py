@@ -104,7 +104,7 @@ def _parent_of_runs(runs: Sequence[Run], directory: Path, *, is_all: bool) -> Ch
         f"no checkpoint in this directory itself, but{more} {render.counted(len(runs), 'run')} "
         f"in folders below it: {_listed(names)}",
         path=directory,
-        hint=f"name one of them, as in ckptmgr ls {runs[0].path}",
+        hint=f"name one of them, as in ckptmgr ls {runs[0].path}; ckptmgr ls -r {directory} lists all",
     )
 
 

@@ -287,7 +287,8 @@ class Store:
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
             raise UnsupportedCheckpoint(
-                "a file without a manifest cannot be pinned or tagged", path=checkpoint.path
+                "a file without a manifest cannot be pinned or tagged, nor given metrics",
+                path=checkpoint.path,
             )
         self.check_rewritable(checkpoint)
         changed = change(manifest)

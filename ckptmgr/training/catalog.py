@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint, Pin
@@ -12,6 +13,7 @@ from ckptmgr.observe.observers import Observers, about
 from ckptmgr.series.reader import LATEST, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.part import checked_parts
+from ckptmgr.store.manifest.model import Manifest
 
 
 class Catalog:
@@ -62,6 +64,15 @@ class Catalog:
         change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]],
     ) -> None:
         """Change the pins of one checkpoint durably, on rank 0."""
+        self._change(checkpoint, lambda one: replace(one, pins=change(one.pins)))
+
+    def add_metrics(self, checkpoint: Checkpoint | int | str, metrics: Mapping[str, float]) -> None:
+        """Add metrics to one checkpoint durably, on rank 0; a name that is there gets the new value."""
+        self._change(checkpoint, lambda one: replace(one, metrics={**one.metrics, **metrics}))
+
+    def _change(
+        self, checkpoint: Checkpoint | int | str, change: Callable[[Manifest], Manifest]
+    ) -> None:
         if not self._writer.is_first:
             return
         name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
@@ -70,4 +81,4 @@ class Catalog:
             found = self._reader.find(name)
             # A command that overwrites this file holds only the lease of its name.
             with self._writer.store.lease(found.name):
-                self._writer.store.change_pins(found, change)
+                self._writer.store.change_manifest(found, change)

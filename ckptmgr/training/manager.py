@@ -522,6 +522,25 @@ class CheckpointManager:
         """Remove all pins of a checkpoint."""
         self._catalog.change_pins(checkpoint, lambda pins: ())
 
+    def record(self, checkpoint: Checkpoint | int | str, metrics: Mapping[str, float]) -> None:
+        """Add metrics that were measured after the save, durably; the next save ranks by them.
+
+        Until then `best` does not keep the checkpoint: join it with a rule such as `last(2)`.
+
+        Args:
+            checkpoint: A checkpoint, its step or its name; a save in flight is waited for.
+            metrics: Name to value; they join those of the save, and replace equal names.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint; retention may have removed it.
+            KeyProblem: Its manifest is authenticated or signed under a key that is not given.
+            UnsupportedCheckpoint: It has no manifest.
+            BaseException: A save failed in the background; it is raised once.
+        """
+        checked = checked_metrics(metrics)
+        self.wait()
+        self._catalog.add_metrics(checkpoint, checked)
+
     def plan(self) -> Plan:
         """Return the plan of the retention policy, without applying it."""
         return self._writer.planned(self._config.retention_policy())

@@ -125,7 +125,7 @@ def test_folder_above_runs_is_refused_with_their_names(
         "2 runs in folders below it: logs/version_0/checkpoints (3 checkpoints of PyTorch Lightning), "
         "own (1 checkpoint)" in result.stderr
     )
-    assert "ckptmgr ls " in result.stderr
+    assert f"ckptmgr ls -r {tmp_path / 'runs'} lists all" in result.stderr
 
 
 def test_empty_directory_has_no_checkpoints(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from tests.cli.running import NOW_S, key_file, run, run_json
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, flip, save_run
 
+IN_A_TENSOR = 126
+
 
 def checked(directory: Path, *options: str) -> list[dict[str, object] | None]:
     items = run_json("ls", directory, *options)["items"]
@@ -60,12 +62,12 @@ def test_checkpoint_that_was_saved_again_is_not_called_damaged(tmp_path: Path) -
 
 def test_quick_check_does_not_hide_damage_that_a_full_one_found(tmp_path: Path) -> None:
     first, _ = save_run(tmp_path, [10, 20])
-    flip(first, -1)
+    flip(first, IN_A_TENSOR)
     run("verify", tmp_path)
-    run("verify", tmp_path, "--quick")
+    assert run("verify", tmp_path, "--quick").exit_code == 0
     past = checked(tmp_path)[0]
     assert past is not None
-    assert past["status"] == "damaged"
+    assert (past["status"], past["level"]) == ("damaged", "full")
 
 
 def test_record_decides_nothing(tmp_path: Path) -> None:

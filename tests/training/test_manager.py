@@ -382,6 +382,40 @@ def test_pinned_checkpoint_stays_until_it_is_unpinned() -> None:
         assert steps(manager) == [4]
 
 
+def test_metric_that_arrives_after_the_save_ranks_at_the_next_one() -> None:
+    disk = ModelDisk()
+    with Trainer(disk, keep="last(1) | best(1, loss, min)").manager() as manager:
+        manager.save(1, state_of(1.0), metrics={"lr": 0.5})
+        before = manager.checkpoints()[0].id
+        manager.record(1, {"loss": 0.1})
+        (first,) = manager.checkpoints()
+        assert (first.metrics, first.id) == ({"lr": 0.5, "loss": 0.1}, before)
+        for step in (2, 3):
+            manager.save(step, state_of(step))
+            manager.record(manager.latest() or step, {"loss": 0.5})
+        assert steps(manager) == [1, 3]
+        manager.record(3, {"loss": 0.05})
+        manager.save(4, state_of(4.0))
+        assert steps(manager) == [3, 4]
+
+
+def test_metric_of_a_checkpoint_that_is_gone_is_refused() -> None:
+    with Trainer(ModelDisk(), keep="last(1)").manager() as manager:
+        for step in (1, 2):
+            manager.save(step, state_of(step))
+        with pytest.raises(CheckpointNotFound):
+            manager.record(1, {"loss": 0.1})
+
+
+def test_metric_is_recorded_for_a_save_in_flight(tmp_path: Path) -> None:
+    config = CheckpointConfig(async_save=True, keep="all", enc_key=bytes(32), format="safetensors")
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.save(7, {"w": np.ones(4)})
+        manager.record(7, {"loss": 0.25})
+        (found,) = manager.checkpoints()
+    assert (found.metrics, found.state) == ({"loss": 0.25}, State.OK)
+
+
 def test_checkpoint_that_was_resumed_from_stays() -> None:
     disk = disk_with(1.0, 2.0)
     with Trainer(disk, keep="last(1)").manager() as manager:

@@ -48,11 +48,6 @@ class DiskFolder:
         self._is_there = is_there
         self._folders: dict[str, DiskFolder] = {}
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-        return self._path.name
-
     def entries(self) -> Mapping[str, FileStatus]:
         """Return its entries."""
         return self._entries

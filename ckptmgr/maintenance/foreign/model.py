@@ -48,11 +48,6 @@ class Pointer:
 class Folder(Protocol):
     """A directory as a layout reads it."""
 
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
     def entries(self) -> Mapping[str, FileStatus]:
         """Return its entries, links not followed; none if it is gone or no directory."""
         ...
