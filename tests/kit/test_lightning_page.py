@@ -65,13 +65,14 @@ class Plateau(BoringModel):  # type: ignore[misc]
 
 @pytest.mark.parametrize("cut_after", [1, 3, 4])
 def test_early_stopping_goes_on_after_a_resume(cut_after: int, tmp_path: Path) -> None:
-    ends = []
-    for name, epochs in (("uncut", [20]), ("cut", [cut_after, 20])):
-        for most in epochs:
-            stopping = EarlyStopping("falling", patience=3)
-            trainer = fit(tmp_path / name, Plateau(), stopping, max_epochs=most)
-        ends.append((trainer.global_step, stopping.stopped_epoch, stopping.wait_count))
-    assert ends[0] == ends[1] == (10, 4, 3)
+    def end_of(name: str, most: int) -> tuple[int, int, int]:
+        stopping = EarlyStopping("falling", patience=3)
+        trainer = fit(tmp_path / name, Plateau(), stopping, max_epochs=most)
+        return trainer.global_step, stopping.stopped_epoch, stopping.wait_count
+
+    uncut = end_of("uncut", 20)
+    end_of("cut", cut_after)
+    assert end_of("cut", 20) == uncut == (10, 4, 3)
 
 
 class Signalled(BoringModel):  # type: ignore[misc]
