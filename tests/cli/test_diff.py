@@ -14,6 +14,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint, save_state
+from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.maintenance.diff_sides import open_side
+from ckptmgr.store.store import Store
 from tests.cli.running import key_file, process_env, run
 from tests.cli.schemas import run_with_schema
 from tests.maintenance.test_repair import saved as save_ranks
@@ -111,6 +115,29 @@ def test_tolerance_takes_small_changes_of_tensors_and_numbers(
 ) -> None:
     runs = save(tmp_path / "runs", state(1.0) | {"k": 3}, state(1.001) | {"k": 3, "net": {"w": W * 1.001}})  # fmt: skip
     assert run("diff", "1", "2", "--dir", runs, *options).exit_code == code
+
+
+def test_values_that_are_no_floats_have_no_tolerance(tmp_path: Path) -> None:
+    runs = save(tmp_path / "runs", {"step": 5, "note": "a"}, {"step": 6, "seed": 1})
+    answer = run("diff", "1", "2", "--dir", runs, "--atol", "9")
+    assert [line.split() for line in answer.stdout.splitlines()[3:]] == [
+        *(["value", "step", "5", "6"], ["value", "note", "'a'", "-"], ["value", "seed", "-", "1"]),
+        ["0", "tensors;", "3", "values", "differ"],
+    ]
+
+
+def test_place_of_the_data_loaders_is_compared(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, CheckpointConfig(), prefix="net") as manager:
+        for step, _ in enumerate(manager.batches([1, 2, 3]), 1):
+            manager.save(step, state())
+    assert run("diff", "1", "2", "--dir", tmp_path, "-q").stdout == "ckptmgr.data\n"
+
+
+def test_set_that_is_removed_after_the_listing_is_not_found(tmp_path: Path) -> None:
+    found = save_ranks(tmp_path)
+    (tmp_path / f"{found.name}.manifest.json").unlink()
+    with pytest.raises(CheckpointNotFound), open_side(Store(tmp_path), found, ReadOptions()):
+        pass
 
 
 def test_directories_are_compared_step_by_step(tmp_path: Path) -> None:

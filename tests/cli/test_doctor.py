@@ -14,10 +14,13 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.mounts import Mount
+from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance import doctor_disk
 from ckptmgr.maintenance.doctor import Finding, check_space, check_versions
 from ckptmgr.maintenance.doctor_disk import check_disk
+from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run
 from tests.cli.schemas import run_with_schema
@@ -120,6 +123,41 @@ def test_leftovers_and_trash_are_counted(tmp_path: Path) -> None:
     assert grade == "warn"
     assert message.startswith("1 of interrupted saves, 4.9 KiB; ")
     assert message.endswith(" B in the trash")
+
+
+def test_what_cannot_be_read_is_a_failed_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(trash, "batches", fail)
+    failed = grades(tmp_path, code=1)
+    assert failed["leftovers"] == ("fail", "the trash cannot be read: Input/output error")
+    monkeypatch.setattr(Store, "scan_for", fail)
+    assert grades(tmp_path, code=1)["listing"][0] == "fail"
+
+
+def test_save_in_progress_is_no_leftover(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    own = temp_name("net-1_1.ckpt", token=ProcProcesses().token(), series="net")
+    with Store(tmp_path).lease("net"):
+        (tmp_path / own).write_bytes(b"x")
+        assert grades(tmp_path)["leftovers"] == ("ok", "none; 1 being written now")
+
+
+def test_key_of_a_variable_is_described_by_its_kind(tmp_path: Path) -> None:
+    answer = run("doctor", tmp_path, env={"CKPTMGR_KEY": KEY.raw.hex()})
+    assert f"key {KEY.key_id}; from env:" in answer.stdout
+
+
+def test_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_disk, "mount_of", lambda path: Mount("ext4", frozenset()))
+    monkeypatch.setattr(doctor_disk, "_SLOW_SYNC_S", 0.0)
+    (found,) = (
+        one for one in check_disk(OsFileSystem(), tmp_path, now_s=0) if one.check == "fsync"
+    )
+    assert (found.grade, "that is slow" in found.message) == ("warn", True)
 
 
 def test_clock_that_differs_is_a_warning(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.cli import places
 from ckptmgr.cli.sizes import parse_size
 from tests.cli.running import run, run_json
 from tests.support.foreign import golden_run
@@ -176,6 +177,13 @@ def test_runs_in_folders_below_are_listed_with_their_directory(tmp_path: Path) -
     )
     flip(tmp_path / "b/other-3_10.ckpt.manifest.json", 3)
     assert "b/other-3_10.ckpt: " in run("ls", "-r", tmp_path).stdout
+
+
+def test_search_that_ends_early_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_run(tmp_path, [10])
+    (tmp_path / "more").mkdir()
+    monkeypatch.setattr(places, "_MOST_FOLDERS", 1)
+    assert "only the first 1 folders were searched" in run("ls", "-r", tmp_path).stderr
 
 
 def test_tree_without_a_run_is_not_found(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.store import trash
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import NOW_S, run
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import KEY, save_run, tree_of
@@ -67,8 +67,13 @@ def test_leftovers_and_trash_are_kinds(tree: Path) -> None:
     assert ", trash " in shown
     assert "kind  leftover 4.9 KiB, " in shown
     assert run_with_schema("stats", tree)["summary"]["trash_bytes"] > 0
-    (tree / "a" / TRASH_NAME).rename(tree / "moved")
-    (tree / "a" / TRASH_NAME).symlink_to(tree / "moved")
+
+
+def test_trash_that_cannot_be_read_is_noted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(store: Store) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(trash, "batches", fail)
     answer = run("stats", tree)
     assert answer.exit_code == 0
-    assert Store(tree / "a").scan()
+    assert f"the trash in {tree}/a cannot be read: Input/output error" in answer.stderr

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.tag_rules import Tagged
 from ckptmgr.policy.text import PolicyTextError, parse_policy
+from ckptmgr.store import change_leases
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
+from tests.cli.schemas import run_with_schema
 from tests.support.saved import GOLDEN_FILES, KEY, save_run, tree_of
 
 
@@ -51,10 +55,12 @@ def test_tag_twice_is_one_and_untag_removes(runs: Path) -> None:
 
 
 def test_json_and_quiet_have_the_changed_checkpoint(runs: Path) -> None:
-    document = run_json("tag", "20", "best", "--dir", runs)
+    document = run_with_schema("tag", "20", "best", "--dir", runs)
     assert (document["schema"], document["summary"]) == ("ckptmgr.tag/1", {"tags": ["best"]})
     assert document["items"][0]["tags"] == ["best"]
-    assert run("untag", "20", "best", "--dir", runs, "-q").stdout == f"{runs}/net-2_10.ckpt\n"
+    assert run_with_schema("untag", "20", "best", "--dir", runs)["summary"] == {"tags": []}
+    run("tag", "20", "paper", "--dir", runs)
+    assert run("untag", "20", "paper", "--dir", runs, "-q").stdout == f"{runs}/net-2_10.ckpt\n"
 
 
 def test_tag_changes_neither_the_id_nor_what_a_run_resumes(runs: Path) -> None:
@@ -129,6 +135,20 @@ def test_file_without_a_manifest_cannot_be_tagged(tmp_path: Path) -> None:
     (tmp_path / "net-1_1.ckpt").write_bytes((GOLDEN_FILES / "slices_sync.ckpt").read_bytes())
     answer = run("tag", tmp_path / "net-1_1.ckpt", "x")
     assert (answer.exit_code, "cannot be pinned or tagged" in answer.stderr) == (2, True)
+
+
+def test_checkpoint_that_is_removed_before_the_lease_is_not_found(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = change_leases.lease_of_checkpoint
+
+    def late(store: Store, checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+        checkpoint.path.unlink()
+        return real(store, checkpoint)
+
+    monkeypatch.setattr(change_leases, "lease_of_checkpoint", late)
+    answer = run("tag", "20", "x", "--dir", runs)
+    assert (answer.exit_code, "was removed meanwhile" in answer.stderr) == (10, True)
 
 
 def test_live_run_keeps_its_manifests(runs: Path) -> None:
