@@ -12,6 +12,7 @@ import pytest
 
 from ckptmgr.maintenance.foreign.layouts import LAYOUTS
 from tests.cli.running import key_file, run, run_json
+from tests.cli.test_prune import Terminal
 from tests.support.foreign import (
     GOLDEN,
     TOOLS,
@@ -453,3 +454,15 @@ def test_damaged_checkpoint_of_a_tool_is_not_moved(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "1 stays: what another tool wrote is not moved" in result.stderr
     assert names_in(directory) == ["1", "2"]
+
+
+def test_answer_at_a_terminal_decides_about_a_tool(tmp_path: Path) -> None:
+    directory = golden_run("orbax", tmp_path / "run")
+    terminal = Terminal(directory, "--keep", "last(1)")
+    assert b"Move 1 checkpoint to the trash? [y/N]: " in terminal.question()
+    assert terminal.answer(b"n\n")[0] == 1
+    assert names_in(directory) == ["1", "2"]
+    terminal = Terminal(directory, "--keep", "last(1)", "--now")
+    assert b"Remove 1 checkpoint for good? [y/N]: " in terminal.question()
+    assert terminal.answer(b"y\n")[0] == 0
+    assert names_in(directory) == ["2"]
