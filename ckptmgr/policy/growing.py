@@ -5,8 +5,8 @@
 changed: a removal lets no rule drop another checkpoint, and a new checkpoint takes the place of few
 (`_Index.add` returns them). Only these *suspects*, and those whose protection ended, are judged.
 
-It follows `last`, `best`, `every(n)`, `within`, the periods, `pinned` and `all`. It does not follow
-the other rules and those of users, nor cases in which `plan` may refuse: then the answer is None,
+It follows `last`, `best`, `every(n)`, `within`, the periods, `pinned`, `tagged` and `all`. It does not
+follow the other rules and those of users, nor cases in which `plan` may refuse: then the answer is None,
 and `plan` must decide.
 """
 
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.retention import order_key
 from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, Rule, as_utc
+from ckptmgr.policy.tag_rules import Tagged
 from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerPeriod, Weekly, Within, Yearly
 
 _Key = tuple[tuple[int, int, int], datetime, str]
@@ -54,6 +55,11 @@ class GrowingHistory:
 
     def __len__(self) -> int:
         return len(self._by_path)
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether all rules are followed, so that `plan` is seldom needed."""
+        return None not in self._indexes
 
     @property
     def newest(self) -> Checkpoint | None:
@@ -150,6 +156,15 @@ class _EachIndex(_Index):
 
     def keeps(self, key: _Key, checkpoint: Checkpoint) -> bool:
         return self.keeps_some  # pinned ones stay under every policy
+
+
+class _TaggedIndex(_EachIndex):
+    def __init__(self, rule: Tagged) -> None:
+        self.keeps_some = False
+        self._rule = rule
+
+    def keeps(self, key: _Key, checkpoint: Checkpoint) -> bool:
+        return bool(self._rule.tags_of(checkpoint))
 
 
 class _LastIndex(_Index):
@@ -326,6 +341,7 @@ _INDEXES: Mapping[type[Rule], Callable[[Any], _Index]] = {
     Every: _EveryIndex,
     Last: _LastIndex,
     Pinned: _EachIndex,
+    Tagged: _TaggedIndex,
     Within: _WithinIndex,
     **dict.fromkeys((Hourly, Daily, Weekly, Monthly, Yearly), _PeriodIndex),
 }

@@ -23,6 +23,8 @@ from ckptmgr.policy.rules import Best, RetentionPolicy
 MOST_SAVES = 100_000
 _MOST_EXPLAINED = 500
 """Checkpoints of a history for which each verdict says how near the rules came."""
+_MOST_PLANNED = 5000
+"""Saves of a history under a rule for which `plan` judges all of it each time."""
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _NOISE = 0.1
 
@@ -51,9 +53,15 @@ def simulate(history: Sequence[Checkpoint], policy: RetentionPolicy, now: dateti
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
+        CkptmgrError: The history is too long for the rules.
     """
     present: dict[Path, Checkpoint] = {}
     growing = GrowingHistory(policy.rules, (), dropped=(), protected={})
+    if len(history) > _MOST_PLANNED and not growing.is_followed:
+        raise CkptmgrError(
+            f"{policy} has a rule that looks at all checkpoints after each of {len(history):,} saves",
+            hint=f"choose times that make at most {_MOST_PLANNED:,} saves",
+        )
     gone: list[Verdict] = []
     peak_count = peak_bytes = size_bytes = 0
     is_short = len(history) <= _MOST_EXPLAINED

@@ -32,6 +32,10 @@ class Tagged(Rule):
         del now
         return [self._finding(one) for one in history]
 
+    def tags_of(self, checkpoint: Checkpoint) -> list[str]:
+        """Return the tags of a checkpoint that have the name."""
+        return [tag for tag in checkpoint.tags if fnmatch.fnmatchcase(tag, self.name)]
+
     def _finding(self, checkpoint: Checkpoint) -> Finding | None:
-        found = [tag for tag in checkpoint.tags if fnmatch.fnmatchcase(tag, self.name)]
+        found = self.tags_of(checkpoint)
         return self.finding(True, f"tagged {', '.join(found)}") if found else None

@@ -85,6 +85,7 @@ def test_each_run_of_a_directory_is_replayed_by_itself(tmp_path: Path) -> None:
         (("last(1)", "--every", "0s", "--for", "1d"), 2, "no time to wait"),
         (("last(1)", "--every", "2d", "--for", "1d"), 2, "that makes 0 saves"),
         (("last(1)", "--every", "1s", "--for", "9d"), 2, "that makes 777600 saves"),
+        (("per_minutes(9)", "--every", "1min", "--for", "9d"), 2, "at most 5,000 saves"),
         (("last(1)", *MONTH, "--size", "big"), 2, "--size: 'big' is not a size"),
         (("last(1)", "nowhere"), 10, "no such directory"),
         (("best(1, acc, max)", "."), 13, "acc"),

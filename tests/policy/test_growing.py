@@ -14,6 +14,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.growing import GrowingHistory
 from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import All, Best, Every, Last, RetentionPolicy, Rule
+from ckptmgr.policy.tag_rules import Tagged
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.policy.time_rules import PerMinutes
 from tests.support.policies import NOW, checkpoint, histories, rules
@@ -75,6 +76,7 @@ def test_changed_history_drops_what_a_plan_of_all_of_it_drops(
         "within(1h)",
         "daily(3) | hourly(2)",
         "pinned | last(2)",
+        "tagged(release) | last(2)",
     ],
 )
 def test_policy_that_is_followed_needs_no_plan(policy: str) -> None:
@@ -102,6 +104,22 @@ def test_earlier_step_of_a_period_that_comes_later_replaces_the_kept_one() -> No
         growing.put(one)
         answer = growing.dropped(NOW, protected={})
         assert answer == dropped_by_plan(history[:number], some, {})
+
+
+def test_tag_that_is_given_later_keeps_and_one_that_is_taken_does_not() -> None:
+    some: list[Rule] = [Tagged("rel*"), Last(1)]
+    old, tagged, new = (checkpoint(step, age=timedelta(minutes=9 - step)) for step in (1, 2, 3))
+    named = replace(tagged, tags=("release",))
+    growing = GrowingHistory(some, [old, named, new], dropped=(), protected={})
+    growing.put(old)
+    assert (
+        growing.dropped(NOW, protected={}) == dropped_by_plan([old, named, new], some, {}) == [old]
+    )
+    growing.discard(old.path)
+    growing.put(tagged)
+    assert (
+        growing.dropped(NOW, protected={}) == dropped_by_plan([tagged, new], some, {}) == [tagged]
+    )
 
 
 class _OwnLast(Last):
