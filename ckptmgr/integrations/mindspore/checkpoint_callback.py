@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 # (without MindSpore pyright takes this file for it)
 """`CheckpointCallback`: `Model.train` and `Model.fit` of MindSpore, resumed bit for bit.
 
