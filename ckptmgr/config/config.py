@@ -54,6 +54,7 @@ from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
 from ckptmgr.policy.rules import Best, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
+from ckptmgr.policy.tag_rules import Tagged
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
@@ -364,12 +365,13 @@ class CheckpointConfig:
     def retention_policy(self) -> RetentionPolicy:
         """Return the retention policy: `keep`, else the newest by number, else by minutes.
 
-        A `keep` of only `every`, `best` and `pinned` is joined with `last(1)`: early in a run those
-        keep nothing yet, which `plan` refuses. The newest checkpoint stays under every policy
+        A `keep` of only `every`, `best`, `pinned` and `tagged` is joined with `last(1)`: early in a
+        run those keep nothing yet, which `plan` refuses. The newest checkpoint stays under every policy
         anyway.
         """
         if self._keep is not None:
-            is_sparse = all(isinstance(rule, Every | Best | Pinned) for rule in self._keep.rules)
+            sparse = Every | Best | Pinned | Tagged
+            is_sparse = all(isinstance(rule, sparse) for rule in self._keep.rules)
             return self._keep | Last(1) if is_sparse else self._keep
         if self._keep_minutes:
             from ckptmgr.policy.time_rules import PerMinutes

@@ -83,6 +83,15 @@ def test_tag_keeps_nothing_unless_the_policy_asks(runs: Path) -> None:
     assert "tagged release-1" in kept
 
 
+def test_run_keeps_what_was_tagged_and_the_newest(tmp_path: Path) -> None:
+    for steps in ((1, 2), (3, 4)):
+        with CheckpointManager(tmp_path, CheckpointConfig(keep="tagged(good)"), prefix="n") as own:
+            for step in steps:
+                own.save(step, {"w": np.zeros(1)})
+        run("tag", str(steps[-1]), "good", "--dir", tmp_path)
+    assert tags(tmp_path) == {2: ["good"], 4: ["good"]}
+
+
 def test_rule_is_written_as_it_is_read() -> None:
     for name in ("release", "paper 2", "rel*"):
         assert parse_policy(str(Tagged(name))).rules == (Tagged(name),)
