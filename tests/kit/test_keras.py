@@ -193,6 +193,35 @@ def test_other_model_is_refused_with_its_variables_and_not_changed(tmp_path: Pat
         fit(tmp_path, 2, model=longer)
 
 
+def counted(directory: Path, epochs: int, **options: Any) -> Any:
+    """Train with callbacks that wait two epochs; return what they count, and the rate."""
+    from keras.callbacks import EarlyStopping, ReduceLROnPlateau
+
+    plateau = ReduceLROnPlateau("loss", min_delta=100.0, patience=2)
+    early = EarlyStopping("loss", min_delta=100.0, patience=4, restore_best_weights=True)
+    model, counting = model_of(), options.pop("counting", [plateau, early])
+    with CheckpointCallback(directory, counting=counting) as checkpoints:
+        model.fit(
+            X,
+            Y,
+            batch_size=8,
+            epochs=epochs,
+            initial_epoch=checkpoints.initial_epoch,
+            callbacks=[plateau, early, checkpoints],
+            verbose=0,
+        )
+    return plateau.wait, early.wait, early.stopped_epoch, float(model.optimizer.learning_rate)
+
+
+def test_callbacks_that_count_epochs_go_on_counting(tmp_path: Path) -> None:
+    expected = counted(tmp_path / "uncut", 9)
+    assert expected[2] == 4
+    counted(tmp_path / "cut", 2)
+    assert counted(tmp_path / "cut", 9) == expected
+    with pytest.raises(StateMismatch, match="counting= has 0 callbacks, and 2 were saved"):
+        counted(tmp_path / "cut", 9, counting=[])
+
+
 def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path: Path) -> None:
     config = CheckpointConfig(keep="best(1, val_loss, min)")
     fit(tmp_path, 2, config=config, validation_data=(X, Y))
@@ -423,10 +452,12 @@ def test_example_runs_as_printed(tmp_path: Path) -> None:
 
 def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = ROOT / "docs" / "keras.md"
-    first, second = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     for epochs in (3, 4):
         exec(first.replace("epochs=3", f"epochs={epochs}"), names)  # noqa: S102 - our own page
         assert max(steps_in(tmp_path / "runs" / "keras")) == 10 * epochs
     exec(second, names)  # noqa: S102
+    exec(third, names)  # noqa: S102
+    assert steps_in(tmp_path / "runs" / "early")

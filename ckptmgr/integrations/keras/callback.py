@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -30,6 +30,7 @@ import keras
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.integrations.keras.counts import counts_of, put_counts
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
     array_of,
@@ -43,7 +44,17 @@ from ckptmgr.state.paths import StateMismatch, mismatch
 from ckptmgr.training.manager import CheckpointManager
 
 _BACKENDS = ("jax", "torch")
-_PARTS = {"model", "optimizer", "metrics", "seed", "random", "epoch_random", "epoch", "batch"}
+_PARTS = {
+    "model",
+    "optimizer",
+    "metrics",
+    "seed",
+    "counts",
+    "random",
+    "epoch_random",
+    "epoch",
+    "batch",
+}
 
 
 @dataclass(slots=True)
@@ -65,6 +76,8 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         directory: Directory of the checkpoints.
         config: When and how to save, and what to keep. Metrics have the names of Keras: `loss`,
             `val_loss` and so on; those of a validation belong to the last step of the epoch.
+        counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts and
+            arrays in their public attributes. Give them to `fit` as well, before this one.
         options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
             no `coordinator`, because only training in one process is supported.
 
@@ -80,6 +93,8 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         self,
         directory: str | os.PathLike[str],
         config: CheckpointConfig | None = None,
+        *,
+        counting: Sequence[keras.callbacks.Callback] = (),
         **options: Any,
     ) -> None:
         super().__init__()
@@ -92,6 +107,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
                 f"KERAS_BACKEND={keras.backend.backend()} cannot be resumed bit for bit: choose {' or '.join(_BACKENDS)}"
             )
         self.manager = CheckpointManager(directory, config, **options)
+        self._counting = tuple(counting)
         self._open = contextlib.ExitStack()  # while `fit` trains
         self._is_entered = self._has_begun = self._is_stopping = False
         self._saved: Mapping[str, Any] | None = None
@@ -196,6 +212,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             done = saved["batch"]
             GlobalRandom().load_state_dict(saved["epoch_random" if done else "random"])
             self._epoch_start = self._step - done
+            put_counts(self._counting, saved["counts"])  # `on_train_begin` of each has begun anew
             if done:
                 self._batches.skip(dict(self.model.get_metrics_result()))
             else:
@@ -264,7 +281,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         if self._pending is None:
             return
         step, self._pending = self._pending, None
-        epoch_random = self._epoch_random
+        epoch_random, counts = self._epoch_random, counts_of(self._counting)
 
         def content() -> dict[str, object]:
             model = self.model
@@ -273,6 +290,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
                 "optimizer": values_of(model.optimizer.variables),
                 "metrics": values_of(model.metrics_variables),
                 "seed": array_of(self._seed),
+                "counts": counts,
                 "random": step.random,
                 "epoch_random": epoch_random if step.batch else None,
                 "epoch": step.epoch,
@@ -300,6 +318,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
                 stacklevel=2,
             )
         self._restore()
+        put_counts(self._counting, self._saved["counts"])
         GlobalRandom().load_state_dict(self._saved["random"])
         self._batches.train()
         self._saved = None
