@@ -30,6 +30,8 @@ from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, SeriesRow
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
+_LOST_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -155,8 +157,14 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                     return
             yield None
             yield from self._hear(self._pause(tick_s) if reports is None else 0.0)
+            yield from self._list(self._lost, Batch(), is_poll=False)
             for watch in self._watches.values():
                 yield from watch.ticked(self._clock())
+
+    @property
+    def _lost(self) -> list[Path]:
+        """The directories that could not be listed, of whose return the kernel tells nothing."""
+        return [path for path in self._places if path not in self._deaf]
 
     def _pause(self, tick_s: float | None) -> float:
         """Return how long to wait for changes."""
@@ -164,6 +172,8 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         times = [watch.next_at(at) for watch in self._watches.values()]
         soonest = min([self._poll_at, *(one for one in times if one is not None)])
         pause_s = max(0.0, soonest - at)
+        if self._lost:
+            pause_s = min(pause_s, _LOST_S)
         return pause_s if tick_s is None else min(pause_s, tick_s)
 
     def _hear(self, timeout_s: float) -> Iterator[Report]:
