@@ -329,6 +329,17 @@ def signing_key_option(function: Command) -> Command:
     )(function)
 
 
+def place_dir_option(function: Command) -> Command:
+    """Add `--dir`, which may also be the address of an object store."""
+    return click.option(
+        "--dir",
+        "directory",
+        type=PLACE,
+        default=Path(),
+        help="Where steps, latest, best:... and @pinned are looked up; may be a URL.  [default: .]",
+    )(function)
+
+
 def dir_option(function: Command) -> Command:
     """Add `--dir`."""
     return click.option(
@@ -436,7 +447,7 @@ def open_store(directory: Path, *, trust: Trust) -> Store:
 
 def absolute(path: Path) -> Path:
     """Return an absolute path; `Path.resolve` would follow links."""
-    return Path(os.path.abspath(path))  # noqa: PTH100
+    return path if is_url(path) else Path(os.path.abspath(path))  # noqa: PTH100
 
 
 def confirm(question: str, *, refusal: type[UnsafePrune | UnsafeWrite]) -> bool:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.foreign import why_none, without_foreign
-from ckptmgr.cli.options import check_path
+from ckptmgr.cli.options import check_path, checked_address
 from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
+from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.urls import is_url
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.policy.lines import about_others, lines_of
@@ -47,11 +48,17 @@ class Selected:
 
 
 def select(
-    texts: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None = None
+    texts: Sequence[str],
+    directory: Path,
+    open_store: OpenStore,
+    *,
+    series: str | None = None,
+    takes_urls: bool = False,
 ) -> list[Selected]:
     """Return the checkpoints that selectors name, each once, in order; without a selector all.
 
-    Selectors that are not paths refer to `directory`.
+    Selectors that are not paths refer to `directory`. With `takes_urls` one may be the address of a
+    checkpoint in an object store, or of all below it; without, an address is refused.
 
     Raises:
         CheckpointNotFound: A selector names nothing.
@@ -61,7 +68,11 @@ def select(
     for text in texts or [str(directory)]:
         if len(texts) > 1 and is_bookkeeping_name(Path(text).name):
             continue  # Python's glob("*") gives hidden files, too
-        for selected in _select_one(text, directory, open_store, series):
+        if takes_urls and is_url(text):
+            found = _at_address(text, open_store, series)
+        else:
+            found = _select_one(text, directory, open_store, series)
+        for selected in found:
             chosen.setdefault(selected.checkpoint.path, selected)
     return list(chosen.values())
 
@@ -136,6 +147,19 @@ def _select_one(
             hint=_where_to_look(store, place),
         )
     return [Selected(store=store, checkpoint=checkpoint) for checkpoint in found]
+
+
+def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Selected]:
+    from ckptmgr.remote.paths import UrlPath
+
+    address = UrlPath(checked_address(text))
+    is_one = address.name.endswith(DATA_SUFFIXES) or is_set_name(address.name)
+    store = open_store(address.parent if is_one else address)
+    present = list_selected(store, series=series)
+    found = [one for one in present if one.name == address.name] if is_one else present
+    if not found:
+        raise CheckpointNotFound("no checkpoint is there", path=address)
+    return [Selected(store=store, checkpoint=one) for one in found]
 
 
 def _where_to_look(store: Store, place: Path) -> str:

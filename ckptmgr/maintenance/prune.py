@@ -236,6 +236,20 @@ def _prune_line(
 ) -> None:
     if not shown.plan.dropped:
         return
+    check_unchanged(store, proposal, shown)
+    dropped = shown.plan.dropped
+    needed = [one for one in shown.plan.kept if one.is_countable and one.path not in shown.damaged]
+    if into is None:
+        outcome.failures += store.remove(dropped, needed=needed)
+    else:
+        outcome.batch = into
+        outcome.failures += trash.throw_away(store, dropped, into, needed=needed)
+    staying = trash.taken_names(store, dropped)
+    outcome.removed += [c for c in dropped if c.name not in staying]
+
+
+def check_unchanged(store: Store, proposal: Proposal, shown: LinePlan) -> None:
+    """Raise UnsafePrune unless the plan of a line would be the same now."""
     now = counted_together(store.scan(), series=proposal.series, by_series=proposal.by_series)
     same = next((one for one in now if one.is_as(shown.counted)), None)
     policy, at = proposal.policy, proposal.now
@@ -246,15 +260,6 @@ def _prune_line(
             path=store.directory,
             hint="run prune again and look at the new plan",
         )
-    dropped = shown.plan.dropped
-    needed = [one for one in shown.plan.kept if one.is_countable and one.path not in shown.damaged]
-    if into is None:
-        outcome.failures += store.remove(dropped, needed=needed)
-    else:
-        outcome.batch = into
-        outcome.failures += trash.throw_away(store, dropped, into, needed=needed)
-    staying = trash.taken_names(store, dropped)
-    outcome.removed += [c for c in dropped if c.name not in staying]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,10 +65,8 @@ def test_refusal_shows_no_password() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ("ls", _URL),
         ("inspect", _URL),
-        ("verify", _URL),
-        ("prune", _URL, "--keep", "last(1)"),
+        ("convert", _URL, "--compression", "zstd"),
         ("pin", "1", "--dir", _URL),
         ("watch", _URL, "--once"),
         ("decrypt", _URL, "-o", "x"),

@@ -40,13 +40,7 @@ class _Copied(NamedTuple):
 )
 @click.argument("selector", metavar="SEL")
 @click.argument("target", metavar="TARGET", type=options.PLACE)
-@click.option(
-    "--dir",
-    "directory",
-    type=options.PLACE,
-    default=Path(),
-    help="Where steps, latest, best:... and @pinned are looked up; may be a URL.  [default: .]",
-)
+@options.place_dir_option
 @options.series_option
 @options.trust_options(has_public_key=True)
 @options.output_options
@@ -67,6 +61,8 @@ def copy_command(
     files stay encrypted, and need no key. A checkpoint is there whole or not at all. What is there
     already stays, so doing the same again finishes an interrupted copy. -q prints the copies.
     """
+    from ckptmgr.cli.selectors import select
+
     trust = given_trust.load()
     is_download = is_url(selector) or is_url(directory)
     if is_download == is_url(target):
@@ -77,15 +73,13 @@ def copy_command(
             else "give a URL, such as s3://bucket/run; cp copies between directories",
         )
     output = render.make_output(ctx, target)
-    if is_download:
-        selected = _selected_there(selector, directory, trust, series)
-        copy = partial(_download, target=target, trust=trust)
-    else:
-        from ckptmgr.cli.selectors import select
-
-        opener = partial(options.open_store, trust=trust)
-        selected = select([selector], directory, opener, series=series)
-        copy = partial(_upload, target=target)
+    upload, download = (
+        partial(_upload, target=target),
+        partial(_download, target=target, trust=trust),
+    )
+    copy: Callable[[Selected], _Copied] = download if is_download else upload
+    opener = partial(options.open_store, trust=trust)
+    selected = select([selector], directory, opener, series=series, takes_urls=True)
     failures: list[Exception] = []
     started = time.perf_counter()
     done = [
@@ -95,28 +89,6 @@ def copy_command(
     if not failures:
         return Exit.DONE
     return Exit.PARTLY if done else code_of(failures[0])
-
-
-def _selected_there(
-    selector: str, directory: Path, trust: Trust, series: str | None
-) -> list[Selected]:
-    from ckptmgr.cli.selectors import Selected, list_selected, select
-
-    opener = partial(options.open_store, trust=trust)
-    if not is_url(selector):
-        return select([selector], directory, opener, series=series)
-    from ckptmgr.remote.paths import UrlPath
-
-    address = UrlPath(options.checked_address(selector))
-    store = opener(address)
-    found = list_selected(store, series=series)
-    if not found:  # the address of one checkpoint
-        store = opener(address.parent)
-        present = list_selected(store, series=series)
-        found = [one for one in present if one.name == address.name]
-    if not found:
-        raise CheckpointNotFound("no checkpoint is there", path=selector)
-    return [Selected(store=store, checkpoint=one) for one in found]
 
 
 def _copied(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -20,7 +20,9 @@ from ckptmgr.cli.run_lines import (
     sentence_of_latest,
     shown_run,
 )
+from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import meant_line
 
@@ -33,7 +35,7 @@ _SHOWN_METRICS = 2
 
 
 @options.command("ls", examples=("ls runs/resnet50", "ls -r runs --filter 'age>7d' --sort -size"))
-@click.argument("directory", type=options.PATH, default=Path())
+@click.argument("directory", type=options.PLACE, default=Path())
 @click.option("-r", "--recursive", is_flag=True, help="Also those of the runs in folders below.")
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
@@ -51,7 +53,7 @@ def ls_command(
     sort: str | None,
     given_trust: options.GivenTrust,
 ) -> int:
-    """List the checkpoints of a directory, newest last.
+    """List the checkpoints of a directory, or below a URL of an object store, newest last.
 
     Reads manifests only. With a key they are authenticated, with --public-key their signatures are
     checked; without either nothing proves their writer. STATE is ok, unverified (nothing vouches
@@ -73,12 +75,22 @@ def ls_command(
     """
     from ckptmgr.cli.places import checkpoint_of, entry_json, places_of
 
+    if recursive and is_url(directory):
+        raise UsageProblem(
+            "-r has no effect in an object store", hint="name the address of each run"
+        )
     output = render.make_output(ctx, options.absolute(directory))
     places = places_of(
         directory, given_trust, series=series, with_leftovers=show_all, is_recursive=recursive
     )
     chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
     shown = chosen.apply([one for place in places for one in place.entries], of=checkpoint_of)
+    if is_url(directory) and not any(place.entries for place in places):
+        raise CheckpointNotFound(
+            "no checkpoint is below this address",
+            path=directory,
+            hint="ckptmgr storage probe tells whether it can be reached",
+        )
     if output.is_json:
         output.result([entry_json(one) for one in shown], _summary(shown, places))
     elif output.is_quiet:

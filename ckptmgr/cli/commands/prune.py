@@ -16,6 +16,7 @@ from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
+from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.gc_pause import gc_paused
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
         "prune runs/resnet50 --undo",
     ),
 )
-@click.argument("directory", type=options.PATH, default=Path())
+@click.argument("directory", type=options.PLACE, default=Path())
 @click.option("--keep", metavar="EXPR", help="What to keep, e.g. 'last(3) | every(1000) | pinned'.")
 @options.series_option
 @click.option("--by-series", is_flag=True, help="Count each series by itself, not each run.")
@@ -82,6 +83,8 @@ def prune_command(
 
     Of the checkpoints of other tools (see ls) whole entries with a step in their name may go. What
     the notes of the tool point at stays, and so do incomplete ones, which count nowhere.
+
+    The directory may be the URL of an object store. There is no trash there: --now must be given.
     """
     from ckptmgr.cli.foreign_prune import (
         foreign_to_prune,
@@ -94,6 +97,20 @@ def prune_command(
     from ckptmgr.maintenance.prune import propose
 
     store = options.open_store(directory, trust=given_trust.load())
+    if is_url(store.directory):
+        from ckptmgr.cli.remote_prune import prune_remote
+
+        return prune_remote(
+            ctx,
+            store,
+            keep=keep,
+            series=series,
+            by_series=by_series,
+            only_shows=dry_run or check,
+            check=check,
+            yes=yes,
+            verbose=verbose,
+        )
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
     ctx.with_resource(gc_paused())

@@ -18,6 +18,7 @@ from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ _CODES = (
     ),
 )
 @click.argument("selectors", nargs=-1, metavar="[SEL]...")
-@options.dir_option
+@options.place_dir_option
 @options.series_option
 @click.option("--quick", "level", flag_value="quick", help="Sizes, headers and structure only.")
 @click.option("--deep", "level", flag_value="deep", help="Also decode all tensors and count NaN.")
@@ -126,9 +127,16 @@ def verify_command(
     from ckptmgr.maintenance.past_checks import forget_gone, remember
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
+    if quarantines and any(map(is_url, (*selectors, directory))):
+        raise UsageProblem(
+            "--quarantine has no effect in an object store, where nothing is moved",
+            hint="ckptmgr prune URL --now removes what is not to be kept",
+        )
     opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
-    selected = select(texts, directory, opener, series=series) if texts or not foreign else []
+    selected: list[Selected] = []
+    if texts or not foreign:
+        selected = select(texts, directory, opener, series=series, takes_urls=True)
     if filters or sort is not None:
         if expect_step is not None or expect_id is not None:
             raise UsageProblem(

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr prune URL`: there is no trash in an object store, so `--now` must be said."""
+
+from __future__ import annotations
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.options import Session
+from ckptmgr.cli.prune_table import PlanView
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.maintenance.prune import propose
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.remote.objects import open_objects
+from ckptmgr.remote.prune import prune_now
+from ckptmgr.store.store import Store
+
+
+def prune_remote(
+    ctx: click.Context,
+    store: Store,
+    *,
+    keep: str | None,
+    series: str | None,
+    by_series: bool,
+    only_shows: bool,
+    check: bool,
+    yes: bool,
+    verbose: bool,
+) -> int:
+    """Remove the checkpoints below an address that a policy does not keep; see `prune`."""
+    _check_options(ctx, only_shows=only_shows)
+    if keep is None:
+        raise UsageProblem(
+            "no retention policy: nothing says what to keep", hint="pass --keep 'last(5)'"
+        )
+    session = ctx.ensure_object(Session)
+    output = render.make_output(ctx, store.directory)
+    view = PlanView(output=output, directory=store.directory, series=series, verbose=verbose)
+    with output.progress("the newest", 0):
+        proposal = propose(
+            store, parse_policy(keep), now=session.now(), series=series, by_series=by_series
+        )
+    if only_shows or not output.is_quiet:
+        view.plan(proposal)
+    if only_shows or proposal.is_empty:
+        view.result(proposal, None)
+        return Exit.NO if check and proposal.dropped else Exit.DONE
+    dropped = render.counted(len(proposal.dropped), "checkpoint")
+    if not yes and not options.confirm(f"Remove {dropped} for good?", refusal=UnsafePrune):
+        note("nothing was changed")
+        return Exit.NO
+    directory = RemoteDirectory(open_objects(str(store.directory)), clock=session.clock)
+    outcome = prune_now(directory, store, proposal)
+    for sentence in outcome.notes:
+        note(sentence)
+    view.result(proposal, outcome)
+    codes = [report(error, as_json=output.is_json) for error in outcome.failures]
+    if not codes:
+        return Exit.DONE
+    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
+    return Exit.PARTLY if is_partial else codes[0]
+
+
+def _check_options(ctx: click.Context, *, only_shows: bool) -> None:
+    given = {
+        name
+        for name in ("undo", "grace", "at_once", "filters", "sort")
+        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    for name in given & {"undo", "grace"}:
+        raise UsageProblem(
+            f"--{name} has no effect in an object store: there is no trash",
+            hint="look at the plan with --dry-run before anything goes",
+        )
+    for name in given & {"filters", "sort"}:
+        raise UsageProblem(
+            f"--{name.removesuffix('s')} has no effect in an object store yet",
+            hint="choose by the policy, or by --series",
+        )
+    if not (only_shows or "at_once" in given):
+        raise UsageProblem(
+            "an object store has no trash: what goes, goes for good",
+            hint="look at the plan with --dry-run, then say --now",
+        )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carry out a plan of `prune` in an object store, where there is neither a lease nor a trash."""
+
+from __future__ import annotations
+
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.maintenance.prune import Proposal, PruneResult, check_unchanged
+from ckptmgr.observe.observers import REGISTERED
+from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.store.store import Store
+
+
+def prune_now(directory: RemoteDirectory, listing: Store, proposal: Proposal) -> PruneResult:
+    """Remove what a plan drops for good, and old data that no manifest names.
+
+    A line that has changed since the plan, or fails, is left alone and named in `failures`.
+    """
+    outcome = PruneResult()
+    with REGISTERED.timed("prune", path=listing.directory) as facts:
+        for one in proposal.plans:
+            if not one.plan.dropped:
+                continue
+            try:
+                check_unchanged(listing, proposal, one)
+                directory.remove(one.plan.dropped)
+                outcome.removed += one.plan.dropped
+            except (UnsafePrune, OSError) as error:
+                outcome.failures.append(error)
+        try:
+            swept = directory.sweep()
+        except OSError as error:
+            outcome.failures.append(error)
+        else:
+            outcome.notes += [f"removed {one.key}: no manifest names it" for one in swept]
+        facts["figures"] = {
+            "kept": len(proposal.kept),
+            "dropped": len(outcome.removed),
+            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
+        }
+        facts["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
+        if outcome.failures:
+            facts["error"] = "; ".join(map(str, outcome.failures))
+            facts["error_type"] = type(outcome.failures[0]).__name__
+    return outcome
