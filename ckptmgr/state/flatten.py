@@ -172,25 +172,8 @@ class Flattener:
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
         """Encode a value without parts, or push a frame for its parts."""
-        if isinstance(value, _BYTES) and len(value) > _INLINE_BYTES:
-            self._long_bytes(value, path)
+        if type(value) not in _CONTAINERS and self._visit_leaf(value, path, depth):
             return
-        if type(value) is bytearray:
-            self._nodes.extend(encode_atom(value) or ())
-            self._hold(value)
-            return
-        atom = encode_atom(value)
-        framework = framework_of(value) if atom is None else None
-        if framework is not None:
-            self._array(value, framework, path, depth)
-            return
-        atom = atom or self._torch_atom(value)
-        if atom is not None:
-            self._nodes.extend(atom)
-            return
-        way_out = keras_way_out(value)
-        if way_out is not None:
-            raise unsupported(path, f"is a {_type_name(value)}", way_out)
         frame = self._frame(value, path, depth + 1)
         if frame is None:
             problem = text_problem(value)
@@ -206,6 +189,29 @@ class Flattener:
         # Temporary dicts must live as long as their ids are compared.
         self._held.append(value)
         self._frames.append(frame)
+
+    def _visit_leaf(self, value: Any, path: Path, depth: int) -> bool:
+        """Encode an array or a value without parts; return whether it is one."""
+        if isinstance(value, _BYTES) and len(value) > _INLINE_BYTES:
+            self._long_bytes(value, path)
+            return True
+        if type(value) is bytearray:
+            self._nodes.extend(encode_atom(value) or ())
+            self._hold(value)
+            return True
+        atom = encode_atom(value)
+        framework = framework_of(value) if atom is None else None
+        if framework is not None:
+            self._array(value, framework, path, depth)
+            return True
+        atom = atom or self._torch_atom(value)
+        if atom is not None:
+            self._nodes.extend(atom)
+            return True
+        way_out = keras_way_out(value)
+        if way_out is not None:
+            raise unsupported(path, f"is a {_type_name(value)}", way_out)
+        return False
 
     def _frame(self, value: Any, path: Path, depth: int) -> _Frame | None:
         unknown: Any = value

@@ -153,7 +153,7 @@ def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     dtype, shape = value.dtype, tuple(value.shape)
     spelling, item_bytes = dtype_name(dtype), dtype.itemsize
     spec, is_bytes = storage_spec(name, spelling, shape, item_bytes)
-    node = _flags(value)
+    node = _flags(value) if value.requires_grad or type(value) is not torch.Tensor else {}
     if is_bytes:
         node["stored"] = "uint8"
     tensor = Tensor(spec, partial(torch_bytes, value))
