@@ -119,12 +119,8 @@ IN_ALL_FORMATS = {
 
 def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
     """Return whether `count` arrays certainly share no memory, given the owners of theirs."""
-    different: set[int] = set()
-    for owner in owners:
-        if owner is None:
-            return False
-        different.add(id(owner))
-    return len(different) == count
+    different = set(map(id, owners))
+    return len(different) == count and id(None) not in different
 
 
 _START, _STOP = itemgetter(1), itemgetter(2)

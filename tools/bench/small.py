@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ TENSORS = 10_000
 _TENSORS_OF_PARAMETER = 4
 _VALUES = 64
 _ROUNDS = 7
-_TURNS = 5
+_TURNS = 3
 _ACTIONS = ("step_end", "resume", "resume into")
 
 
@@ -76,7 +77,7 @@ def cpu_us(tensors: int, kind: str, directory: Path) -> dict[str, float]:
     with CheckpointManager(directory, config) as manager:
         manager.step_end(1, state)
         for step in range(2, 2 + _ROUNDS):
-            measure("step_end", lambda step=step: manager.step_end(step, state))
+            measure("step_end", partial(manager.step_end, step, state))
     for what, target in (("resume", None), ("resume into", state)):
         for _ in range(_ROUNDS):
             with CheckpointManager(directory, config) as manager:
