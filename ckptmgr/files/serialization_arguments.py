@@ -19,6 +19,7 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.notes import add_note
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.state.arrays import is_mindspore
@@ -52,6 +53,7 @@ def save_path(
             f"For 'save_checkpoint', the parameter {name} for checkpoint file name is invalid,"
             f"'ckpt_file_name' must be string, but got {type(name)}."
         )
+    refuse_url(name)
     path = Path(os.path.realpath(name))
     if path.is_dir():
         raise IsADirectoryError(

@@ -47,6 +47,7 @@ from ckptmgr.core.names import (
 )
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import SKELETON, StoredState, state_metadata, verified_state
 from ckptmgr.files.save.job import SaveOptions
@@ -124,6 +125,7 @@ def save_state(
     has_manifest = check_manifest(
         manifest, step=step or None, epoch=epoch, metrics=metrics, signing_key=signing_key
     )
+    refuse_url(path)
     place = Path(os.path.realpath(path))
     is_encrypted = enc_key is not None or bool(check_recipients(enc_recipients))
     stored_as = _format_of(place.name, format)

@@ -25,6 +25,7 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.files.open_checkpoint import open_reader
@@ -157,6 +158,7 @@ def export_to(
     force: bool,
 ) -> ExportedWeights:
     """Export with arguments that are checked already; otherwise as `export_weights`."""
+    refuse_url(target)
     real = Path(os.path.realpath(target))
     origin = real_file(source)
     refuse_set(source)

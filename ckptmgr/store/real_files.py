@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.store.manifest.codec import manifest_name
 
 NO_REGULAR_FILE = "the data file is a link or no regular file"
@@ -17,9 +18,11 @@ def real_file(path: str | os.PathLike[str]) -> Path:
     """Return the file that a path leads to, which need not exist.
 
     Raises:
+        ValueError: It is the address of an object store.
         CorruptCheckpoint: A link on the way has a manifest, which describes the file that the link
             replaced.
     """
+    refuse_url(path)
     at = Path(path)
     for _ in range(_MAX_LINKS):
         at = Path(os.path.realpath(at.parent)) / at.name

@@ -5,11 +5,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, ModelCheckpoint
+from ckptmgr import (
+    CheckpointManager,
+    ModelCheckpoint,
+    export_weights,
+    load_checkpoint,
+    load_state,
+    open_checkpoint,
+    save_checkpoint,
+    save_state,
+)
 from ckptmgr.remote.objects import checked_url
 from ckptmgr.remote.paths import UrlPath
 from tests.cli.running import run
@@ -54,6 +65,23 @@ def test_run_refuses_an_address_as_its_directory(place: str | Path) -> None:
         CheckpointManager(place)
     with pytest.raises(ValueError, match="mirror=URL"):
         ModelCheckpoint(directory=str(place))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: load_checkpoint(f"{_URL}/x.ckpt"),
+        lambda: save_checkpoint({"w": np.ones(2)}, f"{_URL}/x.ckpt"),
+        lambda: load_state(f"{_URL}/x.ckpt"),
+        lambda: save_state({"a": 1}, f"{_URL}/x.ckpt"),
+        lambda: open_checkpoint(f"{_URL}/x.ckpt"),
+        lambda: export_weights("x.ckpt", _URL),
+    ],
+    ids=["load", "save", "load_state", "save_state", "open", "export"],
+)
+def test_function_that_takes_a_file_refuses_an_address(call: Callable[[], object]) -> None:
+    with pytest.raises(ValueError, match="ckptmgr copy URL DIR"):
+        call()
 
 
 def test_refusal_shows_no_password() -> None:
