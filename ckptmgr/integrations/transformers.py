@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # (without Transformers pyright takes this file for it)
 """Checkpoints of the Trainer of Transformers: durable, verified, encrypted, and resumed bit for bit.

@@ -33,25 +33,31 @@ class Side(Protocol):
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """The tensors by the name that is shown."""
+        ...
 
     @property
     def values(self) -> Mapping[str, StateValue]:
         """What is stored beside the tensors, by path."""
+        ...
 
     @property
     def is_verified(self) -> bool:
         """Whether something vouches for the bytes that are read."""
+        ...
 
     @property
     def has_values(self) -> bool:
         """Whether `values` is all that is stored beside the tensors."""
+        ...
 
     @property
     def window_bytes(self) -> int:
         """Bytes of a tensor that are best read at once."""
+        ...
 
     def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
         """Yield the content of a tensor in views of `chunk_bytes`; the last one is shorter."""
+        ...
 
 
 @contextmanager
