@@ -160,6 +160,11 @@ class Output:
         }
         click.echo(json.dumps(finite(document), allow_nan=False))
 
+    def json_line(self, fields: Mapping[str, Json]) -> None:
+        """Print one object of a stream."""
+        document: dict[str, Json] = {"schema": f"ckptmgr.{self.command}.line/1", **fields}
+        click.echo(json.dumps(finite(document), allow_nan=False))
+
 
 def make_output(ctx: click.Context, root: Path) -> Output:
     """Return the output that the options, the environment and the terminal ask for."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import options, parts, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
@@ -81,6 +82,16 @@ _CODES = (
     is_flag=True,
     help="Move damaged checkpoints into .ckptmgr-quarantine, where no run is writing.",
 )
+@click.option(
+    "--part",
+    metavar="I/N",
+    help="Only the I-th of N parts, each in a process of its own; auto and auto/N ask Slurm or Kubernetes.",
+)
+@click.option(
+    "--subset", metavar="I/N", help="Only the I-th of N parts, each at another time, such as a day."
+)
+@click.option("--sample", metavar="SHARE", help="Only a random share, such as 5%.")
+@click.option("--jsonl", is_flag=True, help="Print each answer at once, as a line of JSON.")
 @filter_options
 @options.trust_options(has_public_key=True)
 @options.output_options
@@ -95,6 +106,10 @@ def verify_command(
     expect_step: int | None,
     expect_id: str | None,
     quarantines: bool,
+    part: str | None,
+    subset: str | None,
+    sample: str | None,
+    jsonl: bool,
     filters: tuple[str, ...],
     sort: str | None,
     given_trust: options.GivenTrust,
@@ -109,6 +124,8 @@ def verify_command(
     A file that was replaced by an older one is found by the next one, which names it. Nothing in
     the directory shows that the newest ones were removed: name a step or id that was saved with
     --expect-step or --expect-id (ls --json shows ids).
+
+    With --part many processes share the work: the part of a checkpoint depends on its name alone.
 
     The results are kept in .ckptmgr-checks, if the directory can be written, and ls shows them.
 
@@ -137,14 +154,23 @@ def verify_command(
     selected: list[Selected] = []
     if texts or not foreign:
         selected = select(texts, directory, opener, series=series, takes_urls=True)
-    if filters or sort is not None:
+    narrowed = parts.chooser(part, subset, sample, os.environ)
+    if jsonl and ("ckptmgr.json" in ctx.meta or "ckptmgr.quiet" in ctx.meta):
+        raise UsageProblem("--jsonl stands alone", hint="drop --json, -q and -0")
+    if jsonl:
+        ctx.meta["ckptmgr.json"] = True  # errors, too
+    if filters or sort is not None or narrowed is not None:
         if expect_step is not None or expect_id is not None:
             raise UsageProblem(
-                "--expect-step and --expect-id ask for all", hint="drop --filter and --sort"
+                "--expect-step and --expect-id ask for all",
+                hint="drop --filter, --sort, --part, --subset and --sample",
             )
         chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
         selected = chosen.apply(selected, of=lambda one: one.checkpoint)
         foreign = chosen.apply(foreign, of=lambda one: one[1].checkpoint)
+    if narrowed is not None:
+        selected = narrowed(selected, lambda one: str(one.checkpoint.path))
+        foreign = narrowed(foreign, lambda one: str(one[1].checkpoint.path))
     expected = _expected(expect_step, expect_id)
     depth = Level(level or "full")
     now = ctx.ensure_object(Session).now()
@@ -174,7 +200,7 @@ def verify_command(
                 note(f"{theirs.checkpoint.name} stays: what another tool wrote is not moved")
             yield answer
 
-    return _show(output, answers(), depth.value, expected, bundles, moved)
+    return _show(output, answers(), depth.value, expected, bundles, moved, is_in_lines=jsonl)
 
 
 def _verified(
@@ -252,11 +278,15 @@ def _show(
     expected: Expected,
     bundles: Sequence[Path],
     moved: Mapping[Path, Path | Exception],
+    *,
+    is_in_lines: bool,
 ) -> int:
     done: list[Verification] = []
     for answer in answers:
         done.append(answer)
-        if output.is_quiet and answer.status.value not in _SOUND:
+        if is_in_lines:
+            output.json_line({"event": "verified", **_item(answer)})
+        elif output.is_quiet and answer.status.value not in _SOUND:
             output.paths([answer.checkpoint.path])
         elif output.is_text:
             _print(output, answer)
@@ -278,7 +308,10 @@ def _show(
         if moved:
             places = {path: into for path, into in moved.items() if isinstance(into, Path)}
             summary["quarantined"] = [str(into / path.name) for path, into in places.items()]
-        output.result([_item(answer) for answer in done], summary)
+        if is_in_lines:
+            output.json_line({"event": "summary", **summary})
+        else:
+            output.result([_item(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         output.line(f"{render.counted(len(done), 'checkpoint')} ({level}): {words}")
