@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.cli.running import run
 from tests.cli.test_report import LOSSES, saved_with_events
+from tests.cli.watching import watching
 from tests.support.saved import overwrite, save_run
 
 if TYPE_CHECKING:
@@ -84,6 +86,31 @@ def test_page_fits_loads_nothing_and_has_no_errors(
     assert browser.execute_script("return document.querySelectorAll('svg').length") == 3
     small = "return Math.min(...[...document.querySelectorAll('p,td,dd')].map(e => parseFloat(getComputedStyle(e).fontSize)))"
     assert browser.execute_script(small) >= 14
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_served_page_of_a_watch_loads_nothing_else(
+    browser: Chrome, tmp_path: Path, scheme: str
+) -> None:
+    for name in ("a", "b"):
+        save_run(tmp_path / name, [10, 20], series=name)
+    features: dict[str, Any] = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", features)
+    with watching(
+        tmp_path / "a", tmp_path / "b", "--serve", "127.0.0.1:0", "--poll", "1d"
+    ) as watch:
+        url = watch.reports[0]["message"].removeprefix("the reports are at ")
+        requests_of(browser)
+        browser.get(url)
+        browser.find_element("link text", str(tmp_path / "b")).click()
+        assert browser.find_element("tag name", "h1").text == str(tmp_path / "b")
+        assert [one for one in requests_of(browser) if not one.startswith("data:")] == [
+            url,
+            f"{url}2/",
+        ]
+        assert browser.get_log("browser") == []
+        browser.get("about:blank")  # which no longer asks again
+        assert watch.stop() == 0
 
 
 def test_marks_explain_themselves_and_are_told_apart_without_colour(

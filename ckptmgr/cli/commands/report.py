@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ckptmgr.maintenance.report.model import RunReport
     from ckptmgr.observe.json_lines import EventLines
     from ckptmgr.policy.rules import RetentionPolicy
+    from ckptmgr.store.store import Store
 
 _FORMS = ("terminal", "csv", "markdown")
 _DEFAULT_TARGET = "report.html"
@@ -75,7 +77,6 @@ def report_command(
     """
     from ckptmgr.cli import report_view
     from ckptmgr.cli.foreign import check_not_foreign, why_none
-    from ckptmgr.maintenance.report.model import make_report
 
     chosen = [
         name for name, wanted in zip(_FORMS, (terminal, csv, markdown), strict=True) if wanted
@@ -94,13 +95,8 @@ def report_command(
     check_not_foreign(store.fs, store.directory)
     if not store.scan() and (absence := why_none(store.fs, store.directory)) is not None:
         raise absence
-    noted = _events(events, store.directory)
-    made = make_report(
-        store,
-        policy=_policy(keep, store.directory),
-        now=ctx.ensure_object(Session).now(),
-        series=series,
-        noted=noted,
+    made = report_of(
+        store, keep=keep, events=events, now=ctx.ensure_object(Session).now(), series=series
     )
     output = render.make_output(ctx, store.directory)
     if output.is_json:
@@ -114,6 +110,26 @@ def report_command(
     else:
         _write_page(output, made, target or _DEFAULT_TARGET, force=force)
     return Exit.DONE
+
+
+def report_of(
+    store: Store,
+    *,
+    keep: str | None = None,
+    events: Path | None = None,
+    now: datetime,
+    series: str | None = None,
+) -> RunReport:
+    """Return the report of a directory, with its policy and its file of events unless others are named."""
+    from ckptmgr.maintenance.report.model import make_report
+
+    return make_report(
+        store,
+        policy=_policy(keep, store.directory),
+        now=now,
+        series=series,
+        noted=_events(events, store.directory),
+    )
 
 
 def _events(given: Path | None, directory: Path) -> EventLines | None:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -27,7 +27,9 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
+    from ckptmgr.cli.serve import ReportServer
     from ckptmgr.cli.watch_view import View
+    from ckptmgr.core.trust import Trust
     from ckptmgr.maintenance.watch.model import Report
     from ckptmgr.maintenance.watch.watcher import Watcher
 
@@ -35,6 +37,7 @@ _EXEC_TIMEOUT_S = 60.0
 _MOST_MESSAGE = 4096
 """Characters of a message in the environment: Linux starts no program with a variable of 128 KiB."""
 _SETTLE_S = 10.0
+_REFRESH_S = 15
 
 
 @options.command(
@@ -96,6 +99,11 @@ _SETTLE_S = 10.0
     callback=seconds_of,
     help="List all directories as often, in case an event was lost.",
 )
+@click.option(
+    "--serve",
+    metavar="[HOST:]PORT",
+    help="Serve the page of report, which is live; on this machine only, unless a HOST is named.",
+)
 @click.option("--poll-only", is_flag=True, help="Do not rely on events of the file system at all.")
 @options.trust_options(has_public_key=True)
 @options.output_options
@@ -109,6 +117,7 @@ def watch_command(
     stop_on_alarm: bool,
     is_once: bool,
     state_file: Path | None,
+    serve: str | None,
     given_trust: options.GivenTrust,
     **given: Any,
 ) -> int:
@@ -127,6 +136,9 @@ def watch_command(
     CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and CKPTMGR_WATCH_MESSAGE are
     set.
 
+    --serve shows the page of report in a browser, made anew every few seconds. Nothing can be
+    changed there, and everyone who reaches the address sees it.
+
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
     """
     from ckptmgr.cli.foreign import check_not_foreign
@@ -144,11 +156,19 @@ def watch_command(
     run = _program(command)
     settings = _settings(paths, level, given_trust, is_once=is_once, state=state_file, **given)
     output = render.make_output(ctx, paths[0])
-    with Watcher(paths, settings, clock=session.clock) as watcher:
+    if serve is not None and is_once:
+        raise UsageProblem("--serve needs a watch that goes on", hint="drop --once, or use report")
+    with ExitStack() as stack:
+        served = None
+        if serve is not None:
+            served = stack.enter_context(_server(serve, paths, settings.trust, session))
+        watcher = stack.enter_context(Watcher(paths, settings, clock=session.clock))
         view = view_for(
             output, watcher.rows, session.now, has_several=len(paths) > 1, is_once=is_once
         )
         with closing(view), _ended_by_signals(watcher) as ended:
+            if served is not None:
+                view.show(_note(session.clock(), f"the reports are at {served.url}"))
             try:
                 _follow(watcher, view, run, stop_on_alarm=stop_on_alarm)
             except KeyboardInterrupt:
@@ -221,6 +241,30 @@ def _follow(
                     run(report)
             if stop_on_alarm and report.event == "alarm":
                 return
+
+
+def _server(address: str, paths: Sequence[Path], trust: Trust, session: Session) -> ReportServer:
+    """Return the server of a page for each directory; of several, with a page of links."""
+    from ckptmgr.cli.commands.report import report_of
+    from ckptmgr.cli.serve import ReportServer
+    from ckptmgr.maintenance.report.page import links, page
+    from ckptmgr.store.store import Store
+
+    def page_of(path: Path) -> str:
+        made = report_of(Store(path, trust=trust), now=session.now())
+        return page(made, refresh_s=_REFRESH_S)
+
+    if len(paths) == 1:
+        return ReportServer(address, {"/": partial(page_of, paths[0])})
+    places = {f"/{number}/": path for number, path in enumerate(paths, 1)}
+    pages: dict[str, Callable[[], str]] = {at: partial(page_of, places[at]) for at in places}
+    return ReportServer(address, {"/": partial(links, places), **pages})
+
+
+def _note(at: float, message: str) -> Report:
+    from ckptmgr.maintenance.watch.model import Report
+
+    return Report(event="note", at=at, directory=None, message=message)
 
 
 def _end(watcher: Watcher, at: float, by: str) -> Report:

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 from ckptmgr.maintenance.report.charts import (
     decimal,
@@ -39,7 +40,7 @@ body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back);
   font: 1rem/1.5 system-ui, sans-serif }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; margin: .2rem 0 }
 h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem }
-p { margin: .3rem 0 } .dim, figcaption { color: var(--dim); font-size: .875rem }
+a { color: var(--kept) } p { margin: .3rem 0 } .dim, figcaption { color: var(--dim); font-size: .875rem }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem; margin: 1rem 0 }
 dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .75rem }
 dt { color: var(--dim); font-size: .875rem } dd { margin: 0; font-size: 1.15rem }
@@ -60,7 +61,18 @@ td.bad { color: var(--bad); font-weight: 600 }
 
 def page(report: RunReport, *, refresh_s: int | None = None) -> str:
     """Return the page; one that is served may ask to be fetched again after `refresh_s` seconds."""
-    title = f"checkpoints of {report.directory.name}"
+    parts = [*_head(report), *_checkpoints(report), *_saves(report), *_space(report)]
+    parts += [*_failures(report), *_table(report)]
+    return _document(f"checkpoints of {report.directory.name}", parts, refresh_s)
+
+
+def links(places: Mapping[str, Path]) -> str:
+    """Return a page of links to the pages of directories."""
+    items = [f'<li><a href="{shown(at)}">{shown(str(path))}</a>' for at, path in places.items()]
+    return _document("checkpoints", ["<h1>Directories</h1><ul>", *items, "</ul>"], None)
+
+
+def _document(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
     refresh = "" if refresh_s is None else f'<meta http-equiv="refresh" content="{refresh_s}">'
     head = (
         f'{MARK}\n<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">{refresh}'
@@ -69,8 +81,6 @@ def page(report: RunReport, *, refresh_s: int | None = None) -> str:
         ' img-src data:"><link rel="icon" href="data:,">'
         f"<title>{shown(title)}</title><style>{_STYLE}</style></head><body>"
     )
-    parts = [*_head(report), *_checkpoints(report), *_saves(report), *_space(report)]
-    parts += [*_failures(report), *_table(report)]
     return head + "\n".join(parts) + "</body></html>\n"
 
 

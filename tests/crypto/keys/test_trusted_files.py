@@ -112,3 +112,18 @@ def test_secret_of_root_is_read_by_another_user_with_a_warning(tmp_path: Path) -
     )
     assert done.stdout == "64\n"
     assert "can be used by others (mode 0644)" in done.stderr
+
+
+def test_secret_on_a_read_only_mount_is_read_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run.key"
+    path.write_text("11" * 32)
+    path.chmod(0o644)
+    with pytest.raises(KeySourceError, match="can be used by others"):
+        read_trusted_file(str(path))
+    # As a mounted secret of Kubernetes; only root could mount one here.
+    mounted = os.statvfs_result((*os.statvfs(path)[:8], os.ST_RDONLY, 255, 0))
+    monkeypatch.setattr(os, "fstatvfs", lambda _: mounted)
+    assert len(read_trusted_file(str(path))) == 64
+    assert "can be used by others (mode 0644)" in caplog.text
