@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from ckptmgr.parallel.errors import RankFailed, ResumeFailed
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.policy.retention import plan
-    from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
+    from ckptmgr.policy.save import AtSteps, EverySeconds, EverySteps, Never, Overhead
     from ckptmgr.policy.text import PolicyTextError, parse_policy
     from ckptmgr.remote.mirror import Mirror
     from ckptmgr.series.candidates import Skipped
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from ckptmgr.training.resume import Resumed, Resumption
 
 __all__ = [
+    "AtSteps",
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointFileNotFound",
@@ -126,6 +127,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AtSteps": "policy.save",
     "Checkpoint": "core.model",
     "CheckpointConfig": "config.config",
     "CheckpointFileNotFound": "core.errors",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,13 +62,37 @@ class PastCheck:
         return self.status in _BAD
 
 
+@contextlib.contextmanager
+def held_records(store: Store) -> Iterator[bool]:
+    """Make and hold the folder of the records; yield whether the directory allows it.
+
+    Around many calls of `remember`, each of which would sync the directory otherwise. The directory
+    itself is not held: a checkpoint in it may be read through a link.
+    """
+    fs, folder = store.fs, store.directory / FOLDER_NAME
+    is_held = False
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError), fs.hold_directory(store.directory):
+            fs.make_directory(folder, mode=0o755)
+            held.enter_context(fs.hold_directory(folder))
+            is_held = True
+        yield is_held
+
+
 def remember(store: Store, answer: Verification, *, at: datetime) -> None:
     """Keep the result of a check, if the directory can be written; see the module."""
-    checkpoint = answer.checkpoint
-    if checkpoint.id is None or answer.status not in _REMEMBERED:
+    if answer.checkpoint.id is None or answer.status not in _REMEMBERED:
         return
+    with held_records(store) as is_held:
+        if is_held:
+            _remember(store, answer, at)
+
+
+def _remember(store: Store, answer: Verification, at: datetime) -> None:
+    checkpoint = answer.checkpoint
     is_bad = answer.status.value in _BAD
-    before = recall(store, [checkpoint]).get(checkpoint.name)
+    path = store.directory / FOLDER_NAME / _record_name(checkpoint.name)
+    before = _trusted(store, _read(store, path, checkpoint))
     is_weaker = before is not None and _LEVELS.index(answer.level.value) < _LEVELS.index(
         before.level
     )
@@ -84,7 +108,7 @@ def remember(store: Store, answer: Verification, *, at: datetime) -> None:
     }
     with contextlib.suppress(OSError):
         record["files"] = _files(store, checkpoint)
-        _write(store, checkpoint.name, f"{json.dumps(record)}\n".encode())
+        _write(store, path, f"{json.dumps(record)}\n".encode())
 
 
 def recall(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, PastCheck]:
@@ -98,8 +122,8 @@ def recall(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, PastChe
         return found
     for one in checkpoints:
         if _record_name(one.name) in names:
-            past = _read(store, folder / _record_name(one.name), one)
-            if past is not None and (past.is_bad or not store.trust.is_strict):
+            past = _trusted(store, _read(store, folder / _record_name(one.name), one))
+            if past is not None:
                 found[one.name] = past
     return found
 
@@ -154,17 +178,18 @@ def _parsed(record: Mapping[str, object]) -> PastCheck | None:
     )
 
 
-def _write(store: Store, name: str, data: bytes) -> None:
-    fs, folder = store.fs, store.directory / FOLDER_NAME
-    path = folder / _record_name(name)
-    temp = folder / temp_name(path.name, token=store.processes.token(), series="verify")
-    with fs.hold_directory(store.directory):
-        fs.make_directory(folder, mode=0o755)
-        with fs.hold_directory(folder):
-            with contextlib.closing(fs.create(temp, mode=0o644, owner_of=path)) as file:
-                try:
-                    file.write_at(0, data)
-                except BaseException:
-                    fs.unlink(temp)
-                    raise
-            rename_temp(fs, temp, path)
+def _trusted(store: Store, past: PastCheck | None) -> PastCheck | None:
+    """Return a record unless it says something good that the keys do not prove."""
+    return None if past is None or (store.trust.is_strict and not past.is_bad) else past
+
+
+def _write(store: Store, path: Path, data: bytes) -> None:
+    fs = store.fs
+    temp = path.with_name(temp_name(path.name, token=store.processes.token(), series="verify"))
+    with contextlib.closing(fs.create(temp, mode=0o644, owner_of=path)) as file:
+        try:
+            file.write_at(0, data)
+        except BaseException:
+            fs.unlink(temp)
+            raise
+    rename_temp(fs, temp, path)

@@ -20,6 +20,8 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rounds import Barriers
 from ckptmgr.policy.save import (
+    AnyOf,
+    AtSteps,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -76,6 +78,10 @@ def describe_policy(policy: SavePolicy) -> str:
     """Return a policy in words: equal for policies that decide equally about steps."""
     if isinstance(policy, EverySteps):
         return f"every {policy.interval_steps} steps"
+    if isinstance(policy, AtSteps):
+        return f"steps {', '.join(map(str, policy.steps))}"
+    if isinstance(policy, AnyOf):
+        return ", or ".join(map(describe_policy, policy.policies))
     if isinstance(policy, Never):
         return "never"
     return f"by {type(policy).__name__}"
@@ -87,10 +93,16 @@ def for_all_ranks(policy: SavePolicy, coordinator: Coordinator, *, timeout_s: fl
     Policies by time decide by the clock of rank 0; others must be equal on all ranks.
     """
     barriers = Barriers(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
-    if not isinstance(policy, EverySeconds | Overhead):
+    if not _is_by_time(policy):
         return ComparedPolicy(policy, barriers, description=describe_policy(policy))
     joint = RankZeroPolicy(policy, coordinator, timeout_s=timeout_s)
     return ComparedPolicy(joint, barriers, description="by time")
+
+
+def _is_by_time(policy: SavePolicy) -> bool:
+    if isinstance(policy, AnyOf):
+        return any(map(_is_by_time, policy.policies))
+    return isinstance(policy, EverySeconds | Overhead)
 
 
 class RankZeroPolicy:

@@ -76,6 +76,13 @@ class _Active:
         """Always true."""
         return True
 
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        raise NotImplementedError
+
+    def __or__(self, other: SavePolicy) -> AnyOf:
+        """Return the policy that saves when this one or the other asks for it."""
+        return AnyOf((self, other))
+
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(_Active):
@@ -161,6 +168,53 @@ class Overhead(_Active):
             reason=f"{passed_s:.6g} s since the last save; it cost {last.cost_s:.3g} s, "
             f"which is {self.share:.3g} of {interval_s:.6g} s",
         )
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class AtSteps(_Active):
+    """Save once at each of these steps, or at the first step after it where steps are skipped.
+
+    Those before the last save are over: a run that resumes at step 500 does not make up for step
+    100. Without another policy nothing else is saved but the end of training.
+    """
+
+    steps: tuple[int, ...]
+
+    def __init__(self, *steps: int) -> None:
+        if not steps:
+            raise ValueError("AtSteps needs at least one step, such as AtSteps(100, 1000)")
+        for step in steps:
+            if isinstance(step, bool) or not isinstance(step, int):
+                raise TypeError(f"AtSteps takes integers, but got {type(step)}")
+            if step < 0:
+                raise ValueError(f"a step is at least 0, but got {step}")
+        object.__setattr__(self, "steps", tuple(sorted(set(steps))))
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return due when a step of the list has come since the last save; the time has no effect."""
+        if step == last.step and not last.is_start:
+            return _same_step(step)
+        # Where the step went back only the present one is due, not the later ones it passes again.
+        since = -1 if last.is_start else min(last.step, step - 1)
+        come = [one for one in self.steps if since < one <= step]
+        reason = f"step {come[-1]} is to be saved" if come else "no step of the list has come"
+        return SaveDecision(is_due=bool(come), reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf(_Active):
+    """Save when any of several policies asks for it: `EverySteps(1000) | AtSteps(10, 100)`.
+
+    Intervals count from the last save, whichever policy asked for it: these two save steps 10, 100,
+    1100, 2100.
+    """
+
+    policies: tuple[SavePolicy, ...]
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return the decision of the first policy for which the step is due, else of the first one."""
+        decisions = [policy.decide(step, now, last) for policy in self.policies]
+        return next((one for one in decisions if one.is_due), decisions[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ckptmgr.parallel.coordinator import RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
 from ckptmgr.policy.save import (
+    AtSteps,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -40,6 +41,9 @@ class Odd:
     [
         (EverySteps(15), "every 15 steps"),
         (Never(), "never"),
+        (AtSteps(30, 4), "steps 4, 30"),
+        (EverySteps(10) | AtSteps(4), "every 10 steps, or steps 4"),
+        (EverySteps(10) | EverySeconds(60.0), "by time"),
         (EverySeconds(60.0), "by time"),
         (Odd(), "by Odd"),
     ],

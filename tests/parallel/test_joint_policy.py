@@ -18,6 +18,7 @@ from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.parallel.team import policy_of_all
 from ckptmgr.policy.save import (
+    AtSteps,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -52,6 +53,7 @@ def saved_steps(
 policies = st.one_of(
     st.builds(EverySeconds, st.floats(0.5, 200.0)),
     st.builds(Overhead, st.floats(0.005, 0.5)),
+    st.builds(lambda s, n: EverySeconds(s) | AtSteps(n), st.floats(0.5, 200.0), st.integers(1, 99)),
 )
 
 

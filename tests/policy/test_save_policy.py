@@ -4,12 +4,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.policy.save import (
+    AtSteps,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -18,12 +23,19 @@ from ckptmgr.policy.save import (
     SavePolicy,
     decide_at_end,
 )
+from ckptmgr.store.store import Store
 
 _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
     st.builds(EverySteps, st.integers(1, 50)),
     st.builds(EverySeconds, st.floats(0.1, 100)),
     st.builds(Overhead, st.floats(0.001, 0.999)),
     st.just(Never()),
+    st.builds(lambda steps: AtSteps(*steps), st.sets(st.integers(0, 1000), min_size=1)),
+    st.builds(
+        lambda one, other: one | other,
+        st.builds(EverySteps, st.integers(1, 50)),
+        st.just(AtSteps(7)),
+    ),
 )
 
 
@@ -85,6 +97,8 @@ def test_never_is_never_due() -> None:
         (EverySteps(1), True),
         (EverySeconds(1), True),
         (Never(), False),
+        (AtSteps(1), True),
+        (EverySteps(5) | AtSteps(1), True),
     ],
 )
 def test_policy_that_can_save_is_active(policy: SavePolicy, is_active: bool) -> None:
@@ -123,3 +137,62 @@ def test_every_steps_with_an_interval_below_one_is_refused(interval_steps: int) 
 def test_every_seconds_with_a_useless_interval_is_refused(interval_s: float) -> None:
     with pytest.raises(ValueError, match="interval_s must be positive and finite"):
         EverySeconds(interval_s)
+
+
+def saved_steps(
+    directory: Path, policy: SavePolicy, ends: Iterable[int], *, resumes: bool = False
+) -> list[int]:
+    """Train over these steps; return the steps that the policy saved."""
+    manager = CheckpointManager(directory, CheckpointConfig(keep="all"), save_policy=policy)
+    with manager:
+        if resumes:
+            manager.resume()
+        saved = [step for step in ends if manager.step_end(step, {"w": np.ones(1)}) is not None]
+    return saved
+
+
+def test_at_steps_saves_the_steps_of_the_list_and_the_end(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, AtSteps(20, 3, 10), range(1, 26)) == [3, 10, 20]
+    assert sorted(one.step for one in Store(tmp_path).scan()) == [3, 10, 20, 25]
+
+
+def test_at_steps_where_steps_are_skipped_saves_the_first_after_each(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, AtSteps(5, 10, 12, 31), range(0, 40, 8)) == [8, 16, 32]
+
+
+def test_at_steps_of_zero_saves_the_first_step_only_where_it_is_zero(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path / "zero", AtSteps(0), range(4)) == [0]
+
+
+def test_at_steps_of_a_resumed_run_does_not_make_up_for_steps_before_it(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, EverySteps(50), range(1, 51)) == [50]
+    assert saved_steps(tmp_path, AtSteps(20, 60), range(51, 71), resumes=True) == [60]
+
+
+@pytest.mark.parametrize(("step", "is_due"), [(9, False), (10, True), (11, False), (99, False)])
+def test_at_steps_when_the_step_went_back_is_due_at_the_steps_of_the_list(
+    step: int, is_due: bool
+) -> None:
+    assert AtSteps(5, 10).decide(step, 0.0, LastSave(step=100, at=0.0)).is_due is is_due
+
+
+@pytest.mark.parametrize(
+    ("steps", "error", "message"),
+    [
+        ((), ValueError, "at least one step"),
+        ((-1,), ValueError, "at least 0, but got -1"),
+        ((1.5,), TypeError, "takes integers, but got <class 'float'>"),
+        ((True,), TypeError, "takes integers"),
+        (([1, 2],), TypeError, "takes integers, but got <class 'list'>"),
+    ],
+)
+def test_at_steps_of_what_are_no_steps_is_refused(
+    steps: tuple[object, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        AtSteps(*steps)  # type: ignore[arg-type]
+
+
+def test_joined_policies_save_when_one_asks_and_count_from_the_last_save(tmp_path: Path) -> None:
+    policy = EverySteps(1000) | AtSteps(10, 100) | Never()
+    assert saved_steps(tmp_path, policy, range(1, 2102)) == [10, 100, 1100, 2100]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -141,7 +142,7 @@ def verify_command(
     from ckptmgr.cli.foreign import checked_foreign, select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select
-    from ckptmgr.maintenance.past_checks import forget_gone, remember
+    from ckptmgr.maintenance.past_checks import forget_gone, held_records, remember
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
     if quarantines and any(map(is_url, (*selectors, directory))):
@@ -161,9 +162,11 @@ def verify_command(
         ctx.meta["ckptmgr.json"] = True  # errors, too
     if filters or sort is not None or narrowed is not None:
         if expect_step is not None or expect_id is not None:
+            narrowing = (
+                "--filter and --sort" if narrowed is None else "--part, --subset and --sample"
+            )
             raise UsageProblem(
-                "--expect-step and --expect-id ask for all",
-                hint="drop --filter, --sort, --part, --subset and --sample",
+                "--expect-step and --expect-id ask for all", hint=f"drop {narrowing}"
             )
         chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
         selected = chosen.apply(selected, of=lambda one: one.checkpoint)
@@ -180,6 +183,17 @@ def verify_command(
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
+        stores = {one.store.directory: one.store for one in selected}.values()
+        have_records = {one.store.directory: one.store for one in selected if one.checkpoint.id}
+        with ExitStack() as held:
+            for store in have_records.values():
+                held.enter_context(held_records(store))
+            yield from ours()
+            for store in stores:
+                forget_gone(store, store.scan())
+        yield from of_others()
+
+    def ours() -> Iterator[Verification]:
         for one, answer in _verified(output, selected, depth, jobs=jobs):
             if was_removed(one.store, answer):
                 continue
@@ -191,8 +205,8 @@ def verify_command(
                 shown = as_plain(answer.checkpoint)
                 answer = replace(answer, checkpoint=shown, status=Status.PLAIN)
             yield answer
-        for store in {one.store.directory: one.store for one in selected}.values():
-            forget_gone(store, store.scan())
+
+    def of_others() -> Iterator[Verification]:
         for store, theirs in foreign:
             with output.progress(theirs.checkpoint.name, theirs.checkpoint.size_bytes):
                 answer = checked_foreign(store, theirs, depth)
