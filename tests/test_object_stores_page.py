@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import Mirror
+from ckptmgr.objects.directory import LEFTOVER_AGE
 from ckptmgr.observe import events
-from ckptmgr.remote.directory import LEFTOVER_AGE
 
 PAGE = Path(__file__).parents[1] / "docs/object-stores.md"
 

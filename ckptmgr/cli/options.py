@@ -82,14 +82,14 @@ class _Place(click.Path):
         check_place(value)
         if not is_url(value):
             return super().convert(value, param, ctx)
-        from ckptmgr.remote.paths import UrlPath
+        from ckptmgr.objects.paths import UrlPath
 
         return UrlPath(checked_address(os.fspath(value)))
 
 
 def checked_address(text: str) -> str:
     """Return the address of an object store; raise UsageProblem for another one."""
-    from ckptmgr.remote.objects import checked_url
+    from ckptmgr.objects.requests import checked_url
 
     try:
         return checked_url(text)
@@ -438,8 +438,8 @@ def open_store(directory: Path, *, trust: Trust) -> Store:
     from ckptmgr.store.store import Store
 
     if is_url(directory):
-        from ckptmgr.remote.filesystem import remote_store
-        from ckptmgr.remote.objects import open_objects
+        from ckptmgr.objects.filesystem import remote_store
+        from ckptmgr.objects.requests import open_objects
 
         return remote_store(open_objects(str(directory)), trust=trust)
     return Store(absolute(directory), trust=trust)

@@ -11,9 +11,9 @@ from ckptmgr.cli.options import Session
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.maintenance.prune import propose
+from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.requests import open_objects
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.remote.directory import RemoteDirectory
-from ckptmgr.remote.objects import open_objects
 from ckptmgr.remote.prune import prune_now
 from ckptmgr.store.store import Store
 

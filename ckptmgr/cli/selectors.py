@@ -150,7 +150,7 @@ def _select_one(
 
 
 def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Selected]:
-    from ckptmgr.remote.paths import UrlPath
+    from ckptmgr.objects.paths import UrlPath
 
     address = UrlPath(checked_address(text))
     is_one = address.name.endswith(DATA_SUFFIXES) or is_set_name(address.name)

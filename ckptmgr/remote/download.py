@@ -17,7 +17,7 @@ from ckptmgr.core.errors import CheckpointNotFound, ChecksumMismatch, UnsafeWrit
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.digest import check_range
 from ckptmgr.io.filesystem import OutputFile, discard
-from ckptmgr.remote.directory import RemoteDirectory, data_key, entries_of
+from ckptmgr.objects.directory import RemoteDirectory, data_key, entries_of
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, decode, manifest_name
 from ckptmgr.store.store import Store
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.remote.download import download
 from ckptmgr.series.candidates import Skipped, first_that_loads, newest_first
 from ckptmgr.store.store import Store

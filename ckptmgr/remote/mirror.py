@@ -23,15 +23,15 @@ from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.requests import Objects, checked_url, open_objects
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.retention import plan, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.remote.directory import RemoteDirectory
 from ckptmgr.remote.fallback import Fetched, fetch_newest
-from ckptmgr.remote.filesystem import remote_store
-from ckptmgr.remote.objects import Objects, checked_url, open_objects
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 

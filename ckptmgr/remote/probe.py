@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ckptmgr.remote.objects import Objects
+from ckptmgr.objects.requests import Objects
 
 _RACERS = 8
 _MULTIPART_BYTES = 17 << 20  # more than one part

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.maintenance.prune import Proposal, PruneResult, check_unchanged
+from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.observe.observers import REGISTERED
-from ckptmgr.remote.directory import RemoteDirectory
 from ckptmgr.store.store import Store
 
 

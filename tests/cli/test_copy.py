@@ -21,9 +21,9 @@ from tests.support.saved import KEY, flip, items, save_run
 
 pytest.importorskip("obstore")
 
-from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.requests import open_objects
 from ckptmgr.remote.download import download
-from ckptmgr.remote.objects import open_objects
 from tests.remote.buckets import listed, new_url, whole_names
 
 _NAMES = {"net-1_1.ckpt", "net-1_2.ckpt", "net-1_3.ckpt"}

@@ -16,7 +16,7 @@ from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 pytest.importorskip("obstore")
 
-from ckptmgr.remote.objects import Objects, open_objects
+from ckptmgr.objects.requests import Objects, open_objects
 from tests.remote.buckets import listed, new_url
 
 _METRICS = {1: {"loss": 0.1}, 2: {"loss": 0.3}, 3: {"loss": 0.2}}

@@ -15,8 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
+from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import mirror as mirrors
-from ckptmgr.remote.objects import Objects, open_objects
 from tests.support.counted_objects import CountedObjects
 
 STEPS = 3

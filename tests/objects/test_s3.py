@@ -31,8 +31,8 @@ def _train(directory: Path, url: str, last: int = 0) -> subprocess.CompletedProc
 
 
 def _listed(url: str) -> dict[int, State]:
-    from ckptmgr.remote.filesystem import remote_store
-    from ckptmgr.remote.objects import open_objects
+    from ckptmgr.objects.filesystem import remote_store
+    from ckptmgr.objects.requests import open_objects
 
     found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
     return {one.step: one.state for one in found}

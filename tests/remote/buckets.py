@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote.download import download
-from ckptmgr.remote.filesystem import remote_store
-from ckptmgr.remote.objects import Objects, open_objects
 from ckptmgr.store.store import Store
 
 _numbers = itertools.count()

@@ -21,8 +21,8 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.remote.objects import checked_url
-from ckptmgr.remote.paths import UrlPath
+from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.requests import checked_url
 from tests.cli.running import run
 
 _URL = "s3://bucket/run"

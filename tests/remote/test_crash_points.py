@@ -18,9 +18,9 @@ from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 pytest.importorskip("obstore")
 
-from ckptmgr.remote.directory import LEFTOVER_AGE
+from ckptmgr.objects.directory import LEFTOVER_AGE
+from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.remote.download import download
-from ckptmgr.remote.filesystem import remote_store
 from tests.remote.buckets import directory_of, new_objects, whole_names
 
 _LATER_S = LEFTOVER_AGE.total_seconds() + 60

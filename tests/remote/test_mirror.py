@@ -24,7 +24,7 @@ from tests.support.saved import KEY, OTHER_KEY, flip
 
 pytest.importorskip("obstore")
 
-from ckptmgr.remote.objects import Objects, open_objects
+from ckptmgr.objects.requests import Objects, open_objects
 from tests.remote.buckets import listed, new_url, whole_names
 
 _WAIT_S = 30.0

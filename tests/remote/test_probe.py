@@ -15,7 +15,7 @@ from tests.support.counted_objects import CountedObjects
 
 pytest.importorskip("obstore")
 
-from ckptmgr.remote.objects import StoredObject, open_objects
+from ckptmgr.objects.requests import StoredObject, open_objects
 from tests.remote.buckets import new_objects, new_url
 
 _CHECKS = [
@@ -111,7 +111,7 @@ def test_versions_are_told_and_are_no_fault() -> None:
 
 def test_missing_guarantee_is_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ckptmgr.remote.objects.open_objects",
+        "ckptmgr.objects.requests.open_objects",
         lambda url: _WithoutConditions(open_objects(url)),
     )
     assert run("storage", "probe", new_url()).exit_code == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ckptmgr.remote.objects import Objects, StoredObject
+from ckptmgr.objects.requests import Objects, StoredObject
 
 _Done = TypeVar("_Done")
 

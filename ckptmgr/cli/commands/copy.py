@@ -113,8 +113,8 @@ def _copied(
 
 
 def _upload(one: Selected, *, target: Path) -> _Copied:
-    from ckptmgr.remote.directory import RemoteDirectory
-    from ckptmgr.remote.objects import open_objects
+    from ckptmgr.objects.directory import RemoteDirectory
+    from ckptmgr.objects.requests import open_objects
 
     if one.checkpoint.is_bare:
         raise CheckpointNotFound(
@@ -128,9 +128,9 @@ def _upload(one: Selected, *, target: Path) -> _Copied:
 
 
 def _download(one: Selected, *, target: Path, trust: Trust) -> _Copied:
-    from ckptmgr.remote.directory import RemoteDirectory
+    from ckptmgr.objects.directory import RemoteDirectory
+    from ckptmgr.objects.requests import open_objects
     from ckptmgr.remote.download import download
-    from ckptmgr.remote.objects import open_objects
 
     there = RemoteDirectory(open_objects(str(one.store.directory)), clock=time.time)
     here = options.open_store(target, trust=trust)

@@ -27,7 +27,7 @@ def storage_command(ctx: click.Context, action: str, place: Path) -> int:
     """
     del action  # the only one so far
     from ckptmgr.core.urls import is_url
-    from ckptmgr.remote.objects import open_objects
+    from ckptmgr.objects.requests import open_objects
     from ckptmgr.remote.probe import probe
 
     if not is_url(place):

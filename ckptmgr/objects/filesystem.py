@@ -19,9 +19,9 @@ from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
 from ckptmgr.io.object_store import RangeSource
-from ckptmgr.remote.directory import DATA, data_key, entries_of
-from ckptmgr.remote.objects import Objects, StoredObject
-from ckptmgr.remote.paths import UrlPath
+from ckptmgr.objects.directory import DATA, data_key, entries_of
+from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.requests import Objects, StoredObject
 from ckptmgr.store.manifest.codec import SUFFIX, Manifest, decode, manifest_name
 from ckptmgr.store.store import Store
 

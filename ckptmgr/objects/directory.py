@@ -28,8 +28,8 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import checked_ranges
 from ckptmgr.io.filesystem import InputFile
-from ckptmgr.remote.objects import Objects, StoredObject
-from ckptmgr.remote.paths import UrlPath
+from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.requests import Objects, StoredObject
 from ckptmgr.store.manifest.codec import (
     MAX_MANIFEST_BYTES,
     SUFFIX,
