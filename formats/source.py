@@ -70,3 +70,31 @@ def read_bytes(source: Source, offset: int, length: int) -> bytes:
     if length:
         source.read_into(offset, memoryview(buffer))
     return bytes(buffer)
+
+
+class HeadSource:
+    """A source whose first bytes are read once, for parsers that look at them several times.
+
+    >>> read_bytes(HeadSource(BytesSource(b"checkpoint"), 4), 2, 5)
+    b'eckpo'
+    """
+
+    def __init__(self, source: Source, head_bytes: int) -> None:
+        self._source = source
+        self._head_bytes = min(head_bytes, source.size)
+        self._head: memoryview | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        return self._source.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, from memory if it ends within the head."""
+        end = offset + buffer.nbytes
+        if end > self._head_bytes:
+            self._source.read_into(offset, buffer)
+            return
+        if self._head is None:
+            self._head = memoryview(read_bytes(self._source, 0, self._head_bytes))
+        buffer[:] = self._head[offset:end]

@@ -29,7 +29,7 @@ from ckptmgr.files.load.state import checked_skeleton
 from ckptmgr.files.load.statistics import stats_of
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.source import HeadSource, Source, read_bytes
 from ckptmgr.io.digest import FileDigest, check_size, differing_ranges
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.page_cache import bypass_page_cache
@@ -37,7 +37,8 @@ from ckptmgr.maintenance.one_pass import verify_in_one_pass
 from ckptmgr.maintenance.verdict import Level, Status
 from ckptmgr.store.manifest.codec import Manifest
 
-_HEAD_BYTES = 16
+_MAGIC_BYTES = 16
+_HEAD_BYTES = 1 << 14  # of a file that is checked quickly: headers of small ones, and magics
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,10 +71,11 @@ class FileCheck:
             CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
         """
         # A deep check reads twice; the second time comes from the page cache. A quick one reads
-        # little.
+        # little, and the first bytes several times.
         with contextlib.closing(
             bypass_page_cache(file) if self._level is Level.FULL else file
-        ) as raw:
+        ) as opened:
+            raw = HeadSource(opened, _HEAD_BYTES) if self._level is Level.QUICK else opened
             refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:
                 self._findings.checked.append("manifest")
@@ -130,7 +132,7 @@ class FileCheck:
         self._findings.checked.append("cipher blocks")
 
     def _check_encrypted(self, raw: Source, manifest: Manifest | None) -> None:
-        mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+        mode = str(sniff_mode(read_bytes(raw, 0, min(_MAGIC_BYTES, raw.size))))
         check_mode(mode, manifest, path=self._path)
         if self._was_read:
             self._findings.checked += ["records", "seal", "structure", "cipher blocks"]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of `verify` that `ls` shows later: one small record for each checkpoint.
+"""Results of `verify` that `ls` shows later: one file for each run of `verify`, a line for each result.
 
 ```
-<directory>/.ckptmgr-checks/net-1_20.ckpt.json
+<directory>/.ckptmgr-checks/checks-<random>.jsonl
 ```
 
+* A run appends to a file of its own under a temporary name and renames it at its end, so that
+  several runs at a time lose nothing of each other. It then takes over what smaller files of
+  earlier runs say, those of killed ones, too, and removes these.
 * A record names the checkpoint that it is about by its id, which covers all digests, and the sizes
   and times of its files: of a checkpoint that was replaced or repaired since, it says nothing.
 * Every user with write permission can forge one. So it can only make a state worse on the screen,
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,16 +30,22 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.formats.strict_json import parse_object
-from ckptmgr.io.filesystem import rename_temp
-from ckptmgr.io.temp_names import temp_name
+from ckptmgr.io.filesystem import FileStatus, OutputFile, discard, rename_temp
+from ckptmgr.io.temp_names import is_temp_of, parse_temp, temp_name
 from ckptmgr.maintenance.verdict import Level, Status, Verification
+from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 
 FOLDER_NAME = ".ckptmgr-checks"
 _SCHEMA = "ckptmgr.check/1"
-_MAX_BYTES = 1 << 20
+_PREFIX, _SUFFIX = "checks-", ".jsonl"
+_TEMP_OF = f"{_PREFIX}new{_SUFFIX}"
+_MAX_BYTES = 1 << 26
+_MAX_LINE_BYTES = 1 << 14
+_GROWTH = 2  # a file that is larger than twice what is merged into it stays as it is
 _LEVELS = [level.value for level in Level]
 _REMEMBERED = (Status.OK, Status.PLAIN, Status.PARTIAL, Status.DAMAGED, Status.MISSING)
+_STATUSES = [status.value for status in _REMEMBERED]
 _BAD = (Status.DAMAGED.value, Status.MISSING.value)
 _MOST_PROBLEM = 400
 
@@ -62,87 +72,189 @@ class PastCheck:
         return self.status in _BAD
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Record:
+    """One line: a result, and the checkpoint that it is about as it was."""
+
+    name: str
+    id: str
+    files: tuple[str, ...]
+    check: PastCheck
+    line: bytes
+
+    @property
+    def order(self) -> tuple[datetime, bool]:
+        """Later results come later; of two at the same time the worse one."""
+        return self.check.at, self.check.is_bad
+
+
+class Recorder:
+    """Keeps the results of one run of `verify` in one directory; see the module."""
+
+    def __init__(self, store: Store, *, at: datetime) -> None:
+        self._store = store
+        self._at = at.astimezone(UTC)
+        self._folder = store.directory / FOLDER_NAME
+        self._held = contextlib.ExitStack()
+        self._file: OutputFile | None = None
+        self._temp = self._new_temp()
+        self._own: list[_Record] = []
+        self._size_bytes = 0
+        self._is_off = False
+
+    def note(self, answer: Verification) -> None:
+        """Keep a result, if the directory can be written."""
+        checkpoint = answer.checkpoint
+        if self._is_off or checkpoint.id is None or answer.status not in _REMEMBERED:
+            return
+        try:
+            file = self._file or self._create()
+            record = _record_of(answer, _files(self._store, checkpoint), at=self._at)
+            file.write_at(self._size_bytes, record.line)
+        except OSError:
+            self._is_off = True
+            return
+        self._own.append(record)
+        self._size_bytes += len(record.line)
+
+    def close(self) -> None:
+        """Give the records their name, with those of earlier runs about checkpoints still there."""
+        fs = self._store.fs
+        with self._held, contextlib.suppress(OSError):
+            if self._file is None:
+                return
+            self._file.close()
+            if not self._own:
+                discard(fs, self._temp)
+                return
+            merged, absorbed = self._merged(fs.list(self._folder))
+            names = set(fs.names(self._store.directory))
+            kept = [one for one in merged if manifest_name(one.name) in names]
+            self._write(kept)
+            for name in absorbed:
+                discard(fs, self._folder / name)
+
+    def _create(self) -> OutputFile:
+        """Make and hold the folder, and the file of this run in it.
+
+        The directory itself is not held: a checkpoint in it may be read through a link.
+        """
+        fs = self._store.fs
+        with fs.hold_directory(self._store.directory):
+            fs.make_directory(self._folder, mode=0o755)
+            self._held.enter_context(fs.hold_directory(self._folder))
+        self._file = fs.create(self._temp, mode=0o644, owner_of=self._temp)
+        return self._file
+
+    def _new_temp(self) -> Path:
+        token = self._store.processes.token()
+        return self._folder / temp_name(_TEMP_OF, token=token, series="verify")
+
+    def _merged(self, entries: Mapping[str, FileStatus]) -> tuple[list[_Record], list[str]]:
+        """Return one record for each name, and the files that need not stay."""
+        found: list[_Record] = []
+        absorbed, size_bytes = [self._temp.name], self._size_bytes
+        others = {
+            name: status.size_bytes
+            for name, status in entries.items()
+            if status.is_file and name != self._temp.name and self._is_finished(name)
+        }
+        for name in sorted(others, key=lambda one: others[one]):
+            if others[name] > _GROWTH * size_bytes:
+                break
+            found += _lines(self._store, self._folder / name)
+            absorbed.append(name)
+            size_bytes += others[name]
+        by_name: dict[str, list[_Record]] = {}
+        for one in (*found, *self._own):
+            by_name.setdefault(one.name, []).append(one)
+        return [_last_word(records) for records in by_name.values()], absorbed
+
+    def _is_finished(self, name: str) -> bool:
+        """Return whether no run appends to a file any more."""
+        if _is_final(name):
+            return True
+        found = parse_temp(name)
+        is_dead = found is not None and self._store.processes.is_dead(found[0]) is True
+        return is_dead and is_temp_of(name, _TEMP_OF)
+
+    def _write(self, records: Iterable[_Record]) -> None:
+        fs, temp = self._store.fs, self._new_temp()
+        data = b"".join(one.line for one in records)
+        with contextlib.closing(fs.create(temp, mode=0o644, owner_of=temp)) as file:
+            try:
+                file.write_at(0, data)
+                file.sync()  # the records that it replaces are removed next
+            except BaseException:
+                discard(fs, temp)
+                raise
+        rename_temp(fs, temp, self._folder / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
+
+
 @contextlib.contextmanager
-def held_records(store: Store) -> Iterator[bool]:
-    """Make and hold the folder of the records; yield whether the directory allows it.
-
-    Around many calls of `remember`, each of which would sync the directory otherwise. The directory
-    itself is not held: a checkpoint in it may be read through a link.
-    """
-    fs, folder = store.fs, store.directory / FOLDER_NAME
-    is_held = False
-    with contextlib.ExitStack() as held:
-        with contextlib.suppress(OSError), fs.hold_directory(store.directory):
-            fs.make_directory(folder, mode=0o755)
-            held.enter_context(fs.hold_directory(folder))
-            is_held = True
-        yield is_held
-
-
-def remember(store: Store, answer: Verification, *, at: datetime) -> None:
-    """Keep the result of a check, if the directory can be written; see the module."""
-    if answer.checkpoint.id is None or answer.status not in _REMEMBERED:
-        return
-    with held_records(store) as is_held:
-        if is_held:
-            _remember(store, answer, at)
-
-
-def _remember(store: Store, answer: Verification, at: datetime) -> None:
-    checkpoint = answer.checkpoint
-    is_bad = answer.status.value in _BAD
-    path = store.directory / FOLDER_NAME / _record_name(checkpoint.name)
-    before = _trusted(store, _read(store, path, checkpoint))
-    is_weaker = before is not None and _LEVELS.index(answer.level.value) < _LEVELS.index(
-        before.level
-    )
-    if before is not None and before.is_bad and is_weaker and not is_bad:
-        return
-    record: dict[str, object] = {
-        "schema": _SCHEMA,
-        "id": checkpoint.id,
-        "at": at.astimezone(UTC).isoformat(),
-        "level": answer.level.value,
-        "status": answer.status.value,
-        "problem": "; ".join(answer.problems)[:_MOST_PROBLEM] or None,
-    }
-    with contextlib.suppress(OSError):
-        record["files"] = _files(store, checkpoint)
-        _write(store, path, f"{json.dumps(record)}\n".encode())
-
-
-def recall(store: Store, checkpoints: Iterable[Checkpoint]) -> dict[str, PastCheck]:
-    """Return what is remembered about checkpoints as they are now, by name."""
-    folder = store.directory / FOLDER_NAME
-    found: dict[str, PastCheck] = {}
+def recorder(store: Store, *, at: datetime) -> Iterator[Recorder]:
+    """Yield what keeps the results of a run in a directory; they get their name at the end."""
+    made = Recorder(store, at=at)
     try:
-        status = store.fs.status(folder)
-        names = set(store.fs.names(folder)) if status is not None and status.is_directory else set()
-    except OSError:
-        return found
+        yield made
+    finally:
+        made.close()
+
+
+def recall(store: Store, checkpoints: Collection[Checkpoint]) -> dict[str, PastCheck]:
+    """Return what is remembered about checkpoints as they are now, by name."""
+    records = _all_records(store) if checkpoints else {}
+    found: dict[str, PastCheck] = {}
     for one in checkpoints:
-        if _record_name(one.name) in names:
-            past = _trusted(store, _read(store, folder / _record_name(one.name), one))
-            if past is not None:
-                found[one.name] = past
+        about = [record for record in records.get(one.name, ()) if record.id == one.id]
+        if not about:
+            continue
+        try:
+            files = tuple(_files(store, one))
+        except OSError:
+            continue
+        about = [record for record in about if record.files == files]
+        past = _last_word(about).check if about else None
+        # Keys do not prove a record, so where they are given it says nothing good.
+        if past is not None and (past.is_bad or not store.trust.is_strict):
+            found[one.name] = past
     return found
 
 
-def forget_gone(store: Store, present: Sequence[Checkpoint]) -> None:
-    """Remove the records of checkpoints that are not there any more, as far as possible."""
-    kept = {_record_name(one.name) for one in present}
+def _all_records(store: Store) -> dict[str, list[_Record]]:
     folder = store.directory / FOLDER_NAME
+    names: frozenset[str] | None = None
+    found: dict[str, list[_Record]] = {}
     with contextlib.suppress(OSError):
-        if store.fs.status(folder) is None:
-            return
-        with store.fs.hold_directory(store.directory), store.fs.hold_directory(folder):
-            for name, status in store.fs.list(folder).items():
-                if status.is_file and name.endswith(".json") and name not in kept:
-                    store.fs.unlink(folder / name)
+        status = store.fs.status(folder)
+        if status is None or not status.is_directory:
+            return {}
+        while names != (now := _record_files(store, folder)):  # a run may merge some meanwhile
+            names, found = now, {}
+            for name in names:
+                for record in _lines(store, folder / name):
+                    found.setdefault(record.name, []).append(record)
+    return found
 
 
-def _record_name(name: str) -> str:
-    return f"{name}.json"
+def _record_files(store: Store, folder: Path) -> frozenset[str]:
+    names = store.fs.names(folder)
+    return frozenset(name for name in names if _is_final(name) or is_temp_of(name, _TEMP_OF))
+
+
+def _is_final(name: str) -> bool:
+    return name.startswith(_PREFIX) and name.endswith(_SUFFIX)
+
+
+def _last_word(records: Iterable[_Record]) -> _Record:
+    """Return the record that counts of those about one checkpoint; at least one is given."""
+    first, *later = sorted(records, key=lambda one: one.order)
+    for one in later:
+        is_same = (one.id, one.files) == (first.id, first.files)
+        is_weaker = _LEVELS.index(one.check.level) < _LEVELS.index(first.check.level)
+        if not (is_same and first.check.is_bad and is_weaker and not one.check.is_bad):
+            first = one
+    return first
 
 
 def _files(store: Store, checkpoint: Checkpoint) -> list[str]:
@@ -152,44 +264,59 @@ def _files(store: Store, checkpoint: Checkpoint) -> list[str]:
     return ["-" if one is None else f"{one.size_bytes} {one.modified_at!r}" for one in found]
 
 
-def _read(store: Store, path: Path, checkpoint: Checkpoint) -> PastCheck | None:
+def _record_of(answer: Verification, files: Sequence[str], *, at: datetime) -> _Record:
+    checkpoint = answer.checkpoint
+    check = PastCheck(
+        at=at,
+        level=answer.level.value,
+        status=answer.status.value,
+        problem="; ".join(answer.problems)[:_MOST_PROBLEM] or None,
+    )
+    record = {
+        "schema": _SCHEMA,
+        "name": checkpoint.name,
+        "id": checkpoint.id,
+        "at": at.isoformat(),
+        "level": check.level,
+        "status": check.status,
+        "problem": check.problem,
+        "files": files,
+    }
+    line = f"{json.dumps(record)}\n".encode()
+    return _Record(
+        name=checkpoint.name, id=str(checkpoint.id), files=tuple(files), check=check, line=line
+    )
+
+
+def _lines(store: Store, path: Path) -> list[_Record]:
+    """Return the records of a file, as far as they are some; none if it cannot be read."""
     try:
         with contextlib.closing(store.fs.open(path)) as file:
-            data = read_bytes(file, 0, min(file.size, _MAX_BYTES + 1))
-        record = parse_object(data, what="record of a check", offset=0)
-        if record.get("id") != checkpoint.id or record.get("files") != _files(store, checkpoint):
-            return None
-        return _parsed(record)
-    except (FormatError, OSError, ValueError, OverflowError):
+            data = read_bytes(file, 0, min(file.size, _MAX_BYTES))
+    except (FormatError, OSError):
+        return []
+    found = (_parsed(line) for line in data.splitlines(keepends=True))
+    return [one for one in found if one is not None]
+
+
+def _parsed(line: bytes) -> _Record | None:
+    if len(line) > _MAX_LINE_BYTES or not line.endswith(b"\n"):
         return None  # a record that is no record says nothing
-
-
-def _parsed(record: Mapping[str, object]) -> PastCheck | None:
-    at, problem = record.get("at"), record.get("problem")
-    level, status = record.get("level"), record.get("status")
-    is_known = status in [one.value for one in _REMEMBERED] and level in _LEVELS
-    if record.get("schema") != _SCHEMA or not is_known:
+    try:
+        record = parse_object(line, what="record of a check", offset=0)
+        at = datetime.fromisoformat(str(record.get("at"))).astimezone(UTC)
+    except (FormatError, ValueError, OverflowError):
         return None
-    return PastCheck(
-        at=datetime.fromisoformat(str(at)).astimezone(UTC),
+    name, identity, files = record.get("name"), record.get("id"), record.get("files")
+    level, status, problem = record.get("level"), record.get("status"), record.get("problem")
+    if record.get("schema") != _SCHEMA or status not in _STATUSES or level not in _LEVELS:
+        return None
+    if not (isinstance(name, str) and isinstance(identity, str) and isinstance(files, list)):
+        return None
+    check = PastCheck(
+        at=at,
         level=str(level),
         status=str(status),
         problem=problem if isinstance(problem, str) else None,
     )
-
-
-def _trusted(store: Store, past: PastCheck | None) -> PastCheck | None:
-    """Return a record unless it says something good that the keys do not prove."""
-    return None if past is None or (store.trust.is_strict and not past.is_bad) else past
-
-
-def _write(store: Store, path: Path, data: bytes) -> None:
-    fs = store.fs
-    temp = path.with_name(temp_name(path.name, token=store.processes.token(), series="verify"))
-    with contextlib.closing(fs.create(temp, mode=0o644, owner_of=path)) as file:
-        try:
-            file.write_at(0, data)
-        except BaseException:
-            fs.unlink(temp)
-            raise
-    rename_temp(fs, temp, path)
+    return _Record(name=name, id=identity, files=tuple(map(str, files)), check=check, line=line)

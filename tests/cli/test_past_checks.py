@@ -11,7 +11,7 @@ import pytest
 
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.maintenance.past_checks import FOLDER_NAME, recall, remember
+from ckptmgr.maintenance.past_checks import FOLDER_NAME, recall, recorder
 from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, key_file, run, run_json
@@ -19,6 +19,25 @@ from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, flip, save_run
 
 IN_A_TENSOR = 126
+
+
+class DeadProcesses:
+    """All processes are dead, our own too."""
+
+    def token(self) -> str:
+        return "host-boot-1-1"
+
+    def is_dead(self, token: str) -> bool | None:
+        return True
+
+
+def records(directory: Path) -> list[Path]:
+    return sorted((directory / FOLDER_NAME).glob("*"))
+
+
+def remembered(directory: Path) -> list[str]:
+    (path,) = records(directory)
+    return sorted(json.loads(line)["name"] for line in path.read_text().splitlines())
 
 
 def checked(directory: Path, *options: str) -> list[dict[str, object] | None]:
@@ -73,9 +92,9 @@ def test_quick_check_does_not_hide_damage_that_a_full_one_found(tmp_path: Path) 
 def test_record_decides_nothing(tmp_path: Path) -> None:
     _, second = save_run(tmp_path, [10, 20])
     run("verify", tmp_path)
-    record = tmp_path / FOLDER_NAME / f"{second.name}.json"
-    record.write_text(json.dumps({**json.loads(record.read_text()), "status": "damaged"}))
-    assert "1 damaged" in run("ls", tmp_path).stdout
+    (record,) = records(tmp_path)
+    record.write_text(record.read_text().replace('"status": "ok"', '"status": "damaged"'))
+    assert "2 damaged" in run("ls", tmp_path).stdout
     assert run_json("inspect", "latest", "--dir", tmp_path)["summary"]["step"] == 20
     assert run("prune", tmp_path, "--keep", "last(1)", "--yes").exit_code == 0
     assert second.exists()
@@ -103,27 +122,30 @@ def test_with_a_key_only_damage_is_shown(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "end"),
     [
-        b"",
-        b"{",
-        b"[]",
-        b"\xff",
-        b'{"at": "now"}',
-        b'{"schema": "ckptmgr.check/1", "at": "now", "level": "full", "status": "ok"}',
-        b'{"schema": "ckptmgr.check/2"}',
-        b'{"status": "fine"}',
+        (b"", b""),
+        (b"{", b"\n"),
+        (b"[]", b"\n"),
+        (b"\xff", b"\n"),
+        (b'{"at": "now"}', b"\n"),
+        (b'{"schema": "ckptmgr.check/2"}', b"\n"),
+        (b'{"status": "fine"}', b"\n"),
+        (b'{"files": "none"}', b"\n"),
+        (b'{"level": "full"}', b""),  # a line that a killed run did not end
+        (b'{"problem": "' + b"x" * (1 << 14) + b'"}', b"\n"),
     ],
 )
-def test_record_that_is_none_says_nothing(content: bytes, tmp_path: Path) -> None:
+def test_record_that_is_none_says_nothing(content: bytes, end: bytes, tmp_path: Path) -> None:
     (first,) = save_run(tmp_path, [10])
     run("verify", tmp_path)
-    record = tmp_path / FOLDER_NAME / f"{first.name}.json"
+    (record,) = records(tmp_path)
     known = json.loads(record.read_text())
+    assert known["name"] == first.name
     text = content
     if content.startswith(b'{"'):
         text = json.dumps({**known, **json.loads(content)}).encode()
-    record.write_bytes(text)
+    record.write_bytes(text + end)
     assert checked(tmp_path) == [None]
 
 
@@ -131,9 +153,52 @@ def test_records_of_removed_checkpoints_go(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     run("verify", tmp_path)
     run("prune", tmp_path, "--keep", "last(1)", "--yes", "--now")
-    assert len(list((tmp_path / FOLDER_NAME).iterdir())) == 2
+    assert remembered(tmp_path) == ["net-1_10.ckpt", "net-2_10.ckpt"]
     run("verify", tmp_path)
-    assert len(list((tmp_path / FOLDER_NAME).iterdir())) == 1
+    assert remembered(tmp_path) == ["net-2_10.ckpt"]
+
+
+def test_check_of_one_checkpoint_keeps_what_is_known_of_the_others(tmp_path: Path) -> None:
+    first, second, third = save_run(tmp_path, [10, 20, 30])
+    run("verify", tmp_path, "--deep", now_s=NOW_S)
+    before = [path.name for path in records(tmp_path)]
+    run("verify", second, "--quick", now_s=NOW_S + 1)
+    levels = [item["level"] if item else None for item in checked(tmp_path)]
+    assert levels == ["deep", "quick", "deep"]
+    assert set(before) < {path.name for path in records(tmp_path)}  # the large one stays as it is
+    run("verify", first, third, now_s=NOW_S + 2)
+    assert [item["level"] if item else None for item in checked(tmp_path)] == [
+        "full",
+        "quick",
+        "full",
+    ]
+    assert len(records(tmp_path)) == 1
+
+
+def test_runs_at_the_same_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    first, second = store.scan()
+    with recorder(store, at=first.saved_at) as ours:
+        ours.note(verify_checkpoint(store, first))
+        assert set(recall(store, [first, second])) == {first.name}  # as soon as it is known
+        with recorder(Store(tmp_path), at=first.saved_at) as others:
+            others.note(verify_checkpoint(store, second))
+        assert set(recall(store, [first, second])) == {first.name, second.name}
+    assert set(recall(store, [first, second])) == {first.name, second.name}
+
+
+def test_results_of_a_killed_run_are_shown_and_taken_over(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path, processes=DeadProcesses())
+    first, second = store.scan()
+    killed = recorder(store, at=first.saved_at).__enter__()  # never left
+    killed.note(verify_checkpoint(store, first))
+    assert set(recall(store, [first, second])) == {first.name}
+    with recorder(store, at=first.saved_at) as next_run:
+        next_run.note(verify_checkpoint(store, second))
+    assert set(recall(store, [first, second])) == {first.name, second.name}
+    assert len(records(tmp_path)) == 1
 
 
 def test_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
@@ -145,7 +210,7 @@ def test_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     assert checked(tmp_path / "run") == [None]
 
 
-@pytest.mark.parametrize("operation", ["create", "write_at", "replace", "status"])
+@pytest.mark.parametrize("operation", ["create", "write_at", "status"])
 def test_directory_that_cannot_be_written_is_verified_all_the_same(
     operation: str, tmp_path: Path
 ) -> None:
@@ -154,9 +219,24 @@ def test_directory_that_cannot_be_written_is_verified_all_the_same(
     (one,) = plain.scan()
     answer = verify_checkpoint(plain, one)
     disk = FailingDisk(OsFileSystem(), operation=operation, call=1, is_lasting=True)
-    remember(Store(tmp_path, fs=disk), answer, at=one.saved_at)
-    assert not list(tmp_path.glob(f"{FOLDER_NAME}/*.json"))
+    with recorder(Store(tmp_path, fs=disk), at=one.saved_at) as made:
+        made.note(answer)
+        made.note(answer)
     assert recall(Store(tmp_path, fs=disk), [one]) == {}
+    assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize(("operation", "call"), [("replace", 1), ("write_at", 2), ("sync", 1)])
+def test_run_whose_records_get_no_name_keeps_them_where_they_were_written(
+    operation: str, call: int, tmp_path: Path
+) -> None:
+    save_run(tmp_path, [10])
+    disk = FailingDisk(OsFileSystem(), operation=operation, call=call, is_lasting=True)
+    store = Store(tmp_path, fs=disk)
+    (one,) = store.scan()
+    with recorder(store, at=one.saved_at) as made:
+        made.note(verify_checkpoint(store, one))
+    assert set(recall(Store(tmp_path), [one])) == {one.name}
 
 
 def test_files_without_a_manifest_have_no_record(tmp_path: Path) -> None:

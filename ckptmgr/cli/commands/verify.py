@@ -26,6 +26,7 @@ from ckptmgr.formats.strict_json import Json
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.core.model import Checkpoint
+    from ckptmgr.maintenance.past_checks import Recorder
     from ckptmgr.maintenance.verify import Level, Verification
     from ckptmgr.store.manifest.lineage import Expected
 
@@ -142,7 +143,7 @@ def verify_command(
     from ckptmgr.cli.foreign import checked_foreign, select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import select
-    from ckptmgr.maintenance.past_checks import forget_gone, held_records, remember
+    from ckptmgr.maintenance.past_checks import recorder
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
     if quarantines and any(map(is_url, (*selectors, directory))):
@@ -183,21 +184,20 @@ def verify_command(
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
-        stores = {one.store.directory: one.store for one in selected}.values()
-        have_records = {one.store.directory: one.store for one in selected if one.checkpoint.id}
-        with ExitStack() as held:
-            for store in have_records.values():
-                held.enter_context(held_records(store))
-            yield from ours()
-            for store in stores:
-                forget_gone(store, store.scan())
+        stores = {one.store.directory: one.store for one in selected}
+        with ExitStack() as kept:
+            recorders = {
+                directory: kept.enter_context(recorder(store, at=now))
+                for directory, store in stores.items()
+            }
+            yield from ours(recorders)
         yield from of_others()
 
-    def ours() -> Iterator[Verification]:
+    def ours(recorders: Mapping[Path, Recorder]) -> Iterator[Verification]:
         for one, answer in _verified(output, selected, depth, jobs=jobs):
             if was_removed(one.store, answer):
                 continue
-            remember(one.store, answer, at=now)
+            recorders[one.store.directory].note(answer)
             if quarantines and answer.status is Status.DAMAGED:
                 moved[one.checkpoint.path] = _quarantined(one, now=now)
             is_sound = answer.status.value in _SOUND
