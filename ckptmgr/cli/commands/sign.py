@@ -74,11 +74,13 @@ def sign_command(
     target = bundle_path(path)
     if target.exists() and not force:
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
-    output = render.make_output(ctx, path.parent)
+    root = options.absolute(path)
+    output = render.make_output(ctx, root if root.is_dir() else root.parent)
     _check_whole(selected, ReadOptions(trust=trust))
     write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True)
     if output.is_json:
-        output.result([{"path": str(path), "bundle": str(target)}], {"count": len(selected)})
+        item = {"path": str(root), "bundle": str(options.absolute(target))}
+        output.result([item], {"count": len(selected)})
     elif output.is_quiet:
         output.paths([target])
     else:
