@@ -6,26 +6,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import click
-import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint
-from ckptmgr.cli import cli
 from ckptmgr.core.model import State
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run
 from tests.cli.test_ranks import SHARDED, STRATEGIES
-from tests.maintenance.test_repair import damage
-from tests.maintenance.test_repair import saved as save_ranks
-from tests.support.foreign import golden_run
+from tests.cli.world import World, commands, make_world
 from tests.support.json_schema import violations
-from tests.support.saved import flip, items, save_run
 
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
 WITHOUT_JSON = {
@@ -201,47 +193,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-class World(NamedTuple):
-    """Directories that commands are tried on, and the name of the checkpoint of many ranks."""
-
-    directory: Path
-    set_name: str
-
-
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     """Directories of every kind that commands meet."""
-    work = tmp_path_factory.mktemp("world")
-    for name in ("run.key", "new.key"):
-        assert run("keygen", "--out", work / name).exit_code == 0
-    assert run("keygen", "--type", "p256", "--out", work / "bundle.pem").exit_code == 0
-    runs = work / "runs"
-    save_run(runs, [1, 2, 3], metrics={1: {"loss": 0.5}, 2: {"loss": float("nan")}})
-    assert run("pin", "3", "--dir", runs, "--reason", "paper").exit_code == 0
-    assert run("tag", "3", "paper", "--dir", runs).exit_code == 0
-    for name in ("damaged", "pruned"):
-        shutil.copytree(runs, work / name)
-    flip(work / "damaged/net-1_1.ckpt", 40)
-    assert run("verify", work / "damaged").exit_code == 1
-    assert run("prune", work / "pruned", "--keep", "last(1)", "--yes").exit_code == 0
-    save_run(
-        work / "tensors", [1, 2], options=SaveOptions(format="safetensors"), content=items()[:2]
-    )
-    for path in (work / "tensors").glob("*.safetensors"):
-        line = ("encrypt", path, "-o", work / "sealed" / f"{path.name}.ckpe")
-        (work / "sealed").mkdir(exist_ok=True)
-        assert run(*line, "--key", f"file:{work / 'run.key'}").exit_code == 0
-    golden_run("transformers", work / "hf")
-    shutil.copytree(work / "hf", work / "pruned-hf")
-    assert run("prune", work / "pruned-hf", "--keep", "last(1)", "--yes").exit_code == 0
-    whole = save_ranks(work / "set")
-    shutil.copytree(work / "set", work / "damaged-set")
-    damage(work / "damaged-set" / whole.shards[2], 0.3)
-    (work / "empty").mkdir()
-    (work / "whole/rank_0").mkdir(parents=True)
-    save_checkpoint({"w": np.arange(4)}, work / "whole/rank_0/net.ckpt")
-    (work / "note.txt").write_text("a note\n")
-    return World(work, whole.name)
+    return make_world(tmp_path_factory.mktemp("world"))
 
 
 def schema_of(name: str) -> Mapping[str, Any]:
@@ -268,15 +223,6 @@ def errors_in(stderr: str) -> list[dict[str, Any]]:
     others = [line for line in lines if not line.startswith("{")]
     assert all(re.match(r"ckptmgr: note: |\S.* WARNING |ckptmgr", line) for line in others), others
     return errors
-
-
-def commands() -> Iterator[tuple[str, click.Command]]:
-    """Yield every command of the tree."""
-    context = click.Context(cli)
-    for name in cli.list_commands(context):
-        command = cli.get_command(context, name)
-        assert command is not None
-        yield name, command
 
 
 def test_every_command_has_json_and_a_scenario_or_a_reason() -> None:
