@@ -92,7 +92,7 @@ $(HUB_VENV)/.stamp: pyproject.toml constraints.txt
 	$(call make_venv,$(HUB_VENV),constraints.txt,hub)
 
 $(OBJECTS_VENV)/.stamp: pyproject.toml constraints.txt
-	@echo "installing obstore and a server of S3 into $(OBJECTS_VENV)"
+	@echo "installing obstore and servers of S3 and Azure into $(OBJECTS_VENV)"
 	$(call make_venv,$(OBJECTS_VENV),constraints.txt,objects)
 
 $(BROWSER_VENV)/.stamp: pyproject.toml constraints.txt
@@ -201,8 +201,8 @@ browser: $(BROWSER_VENV)/.stamp ## open the page of a report in Chromium (skippe
 	@$(BROWSER_PY) $(PYTEST) -m browser tests/browser $(PYTEST_ARGS)
 
 .PHONY: objects
-objects: $(OBJECTS_VENV)/.stamp ## mirror, copy and prune in a real server of S3, and kill them between any two requests
-	@$(OBJECTS_PY) $(PYTEST) $(IN_PARALLEL) -m objects tests/objects $(PYTEST_ARGS)
+objects: $(OBJECTS_VENV)/.stamp ## mirror, copy and prune in servers of S3 and Azure, and kill them between any two requests
+	@$(OBJECTS_PY) -m tests.objects.servers $(OBJECTS_VENV)/servers $(OBJECTS_PY) $(PYTEST) $(IN_PARALLEL) -m objects tests/objects $(PYTEST_ARGS)
 
 .PHONY: docs
 docs: $(DOCS_VENV)/.stamp ## build the documentation into build/site; a broken link is an error

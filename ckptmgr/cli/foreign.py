@@ -13,6 +13,7 @@ from ckptmgr.cli.options import absolute
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
+from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -143,6 +144,9 @@ def select_foreign(
     found: dict[Path, tuple[Store, ForeignCheckpoint]] = {}
     left: list[str] = []
     for text in selectors or [str(directory)]:
+        if is_url(text):  # only ours are in object stores
+            left.append(text)
+            continue
         path = absolute(Path(text)) if text else Path()
         is_folder = path.is_dir()
         store = open_store(path if is_folder else path.parent)

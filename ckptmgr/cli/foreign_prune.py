@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,7 +171,7 @@ def undo_foreign(store: Store, output: render.Output, *, is_dry: bool) -> int:
             {**foreign_json(one), "path": str(path)}
             for one, path in zip(restored, paths, strict=True)
         ]
-        replace(output, command="prune.undo").result(items, summary)
+        output.result(items, summary)
     elif output.is_quiet:
         output.paths(paths)
     else:

@@ -45,7 +45,7 @@ class Mirror:
     """An object store that gets a copy of each checkpoint of a run.
 
     Attributes:
-        url: The address: `s3://bucket/run`, `gs://bucket/run` or `az://account/container/run`; for
+        url: The address: `s3://bucket/run`, `gs://bucket/run` or `az://container/run`; for
             tests `file:///folder`, and `memory://name` in one process.
         keep: What to keep there, as text such as `last(3) | every(1000)`; None removes nothing.
         queue: Most checkpoints that wait for their upload; of more the oldest are skipped.

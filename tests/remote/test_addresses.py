@@ -29,7 +29,7 @@ _URL = "s3://bucket/run"
 
 
 @pytest.mark.parametrize(
-    "url", [_URL, "gs://b/a/b", "az://account/container", "file:///tmp/x", "memory://x"]
+    "url", [_URL, "gs://b/a/b", "az://container/run", "file:///tmp/x", "memory://x"]
 )
 def test_address_is_taken_without_its_last_slash(url: str) -> None:
     assert checked_url(f"{url}/") == url

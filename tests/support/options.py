@@ -131,8 +131,7 @@ def files(directory: Path) -> object:
     for path in sorted(directory.rglob("*")):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(SUFFIX):
             name = re.sub(r"\.[0-9a-f]{16}\.", ".", str(path.relative_to(directory)))
-            status = path.stat()
-            found[name] = (status.st_size, status.st_mode, described(path))
+            found[name] = (path.stat().st_size, described(path))
     return found
 
 

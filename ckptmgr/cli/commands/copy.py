@@ -57,7 +57,7 @@ def copy_command(
 
     SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; a
     directory or a URL means all in it. Either SEL (or --dir) or TARGET is a URL: s3://bucket/run,
-    gs://bucket/run or az://account/container/run. Every byte is compared with the digests; encrypted
+    gs://bucket/run or az://container/run. Every byte is compared with the digests; encrypted
     files stay encrypted, and need no key. A checkpoint is there whole or not at all. What is there
     already stays, so doing the same again finishes an interrupted copy. -q prints the copies.
     """
@@ -72,7 +72,7 @@ def copy_command(
             if is_download
             else "give a URL, such as s3://bucket/run; cp copies between directories",
         )
-    output = render.make_output(ctx, options.absolute(target))
+    output = render.make_output(ctx, target)
     upload, download = (
         partial(_upload, target=target),
         partial(_download, target=target, trust=trust),
@@ -146,7 +146,7 @@ def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: fl
         items: list[dict[str, Json]] = [
             {
                 **render.checkpoint_json(one.selected.checkpoint),
-                "target": str(options.absolute(one.target)),
+                "target": str(one.target),
                 "outcome": "copied" if one.is_new else "present",
             }
             for one in done

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -239,10 +238,7 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
     if output.is_json:
         summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
-        replace(output, command="prune.undo").result(
-            [{**render.checkpoint_json(c), "tool": None, "named_by": []} for c in undone.restored],
-            summary,
-        )
+        output.result([render.checkpoint_json(c) for c in undone.restored], summary)
     elif output.is_quiet:
         output.paths([c.path for c in undone.restored])
     else:

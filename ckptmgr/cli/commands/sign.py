@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import stat
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +64,6 @@ def sign_command(
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.integrations.openssf import bundle_path, sign_bundle
-    from ckptmgr.io.permissions import note_mode
     from ckptmgr.parallel.mindspore.outputs import write_small_file
 
     options.check_source("--private-key", source)
@@ -76,15 +74,11 @@ def sign_command(
     target = bundle_path(path)
     if target.exists() and not force:
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
-    root = options.absolute(path)
-    output = render.make_output(ctx, root if root.is_dir() else root.parent)
+    output = render.make_output(ctx, path.parent)
     _check_whole(selected, ReadOptions(trust=trust))
-    mode = stat.S_IMODE((target if target.exists() else path).stat().st_mode)
-    mode = note_mode(mode & 0o666)
-    write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True, mode=mode)
+    write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True)
     if output.is_json:
-        item = {"path": str(root), "bundle": str(options.absolute(target))}
-        output.result([item], {"count": len(selected)})
+        output.result([{"path": str(path), "bundle": str(target)}], {"count": len(selected)})
     elif output.is_quiet:
         output.paths([target])
     else:

@@ -56,7 +56,6 @@ def place_of(
         ),
         fs=fs,
         clock=clock,
-        file_mode=config.file_mode,
     )
 
 
