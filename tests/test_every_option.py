@@ -76,6 +76,7 @@ CONFIG = {
     "on_error": Probe(see.failed, "warn"),
     "zero_stall": Probe(see.copied, True),
     "verify_after_write": Probe(see.trained, True),
+    "file_mode": Probe(see.trained, 0o640),
     "enc_recipients": Probe(see.trained, At(lambda d: [see.key_file(d)]), SAFE),
     "signing_key": Probe(see.trained, SIGNER),
     "compression": Probe(see.trained, "zstd", SAFE),
@@ -147,6 +148,7 @@ SAVE = {
     "crc_check": Probe(see.saved_file, True),
     "format": Probe(see.saved_file, "safetensors"),
     "verify_after_write": Probe(see.saved_file, True),
+    "file_mode": Probe(see.saved_file, 0o640),
     "manifest": Probe(see.saved_file, False),
     "signing_key": Probe(see.saved_file, SIGNER),
     "compression": Probe(see.saved_file, "zstd", SAFE),
@@ -202,6 +204,7 @@ SAVE_STATE = {
     "compression_level": Probe(see.saved_state, 19, {"compression": "zstd"}),
     "crc_check": Probe(see.saved_state, True),
     "verify_after_write": Probe(see.saved_state, True),
+    "file_mode": Probe(see.saved_state, 0o640),
     "manifest": Probe(see.saved_state, False),
 }
 

@@ -25,6 +25,7 @@ from ckptmgr.cli.exits import (
     help_text,
     misplaced_keys,
     report,
+    report_interruption,
     without_keys,
 )
 from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session
@@ -65,6 +66,8 @@ _COMMANDS = {
 }
 _NAME_OF_COMMAND = re.compile("[A-Za-z_-]{1,16}[0-9]{0,2}")
 """Texts that may be a mistyped command; a key is longer, and no plain word."""
+_JSON = frozenset({"--json", "--jsonl"})
+"""Options with which errors are JSON, too."""
 _TOPICS = {"exit-codes": lambda: "Exit codes:\n" + help_text()}
 
 
@@ -129,7 +132,7 @@ class Commands(click.Group):
 
 def _run(group: click.Group, arguments: list[str], session: object) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    as_json, is_debug = "--json" in options, "--debug" in options
+    as_json, is_debug = not _JSON.isdisjoint(options), "--debug" in options
     if not (
         arguments or os.environ.get(COMPLETION_VARIABLE)
     ):  # by itself click shows the help as an error only from version 8.2 on
@@ -140,8 +143,7 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
             group, arguments, prog_name="ckptmgr", standalone_mode=False, obj=session
         )
     except (click.Abort, KeyboardInterrupt):
-        click.echo("ckptmgr: interrupted", err=True)
-        return Exit.INTERRUPTED
+        return report_interruption(as_json=as_json)
     except Exception as error:  # the top of the program: everything becomes a message and a code
         # The trace of a usage error is useless, and click's text repeats the arguments: one may be
         # a key.

@@ -146,20 +146,30 @@ def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> 
         None if part is None else without_keys(part, keys) for part in _parts(error)
     )
     if as_json:
-        fields = {
-            "code": int(code),
-            "error": type(error).__name__,
-            "message": message,
-            "hint": hint,
-            "path": path,
-        }
-        click.echo(json.dumps(fields), err=True)
+        _write_json(code, type(error).__name__, message, hint, path)
         return code
     place = "" if path is None else f"{path}: "
     _say("error", f"{place}{message}")
     if hint is not None:
         _say("hint", hint)
     return code
+
+
+def report_interruption(*, as_json: bool) -> Exit:
+    """Write to stderr that the command was interrupted, and return the exit code."""
+    if as_json:
+        _write_json(Exit.INTERRUPTED, "Interrupted", "interrupted", None, None)
+    else:
+        click.echo("ckptmgr: interrupted", err=True)
+    return Exit.INTERRUPTED
+
+
+def _write_json(
+    code: Exit, error: str, message: str | None, hint: str | None, path: str | None
+) -> None:
+    """Write the object of `docs/schemas/error.json` to stderr."""
+    fields = {"code": int(code), "error": error, "message": message, "hint": hint, "path": path}
+    click.echo(json.dumps(fields), err=True)
 
 
 def note(text: str) -> None:

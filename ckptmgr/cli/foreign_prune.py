@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -171,7 +172,7 @@ def undo_foreign(store: Store, output: render.Output, *, is_dry: bool) -> int:
             {**foreign_json(one), "path": str(path)}
             for one, path in zip(restored, paths, strict=True)
         ]
-        output.result(items, summary)
+        replace(output, command="prune.undo").result(items, summary)
     elif output.is_quiet:
         output.paths(paths)
     else:

@@ -190,14 +190,22 @@ def checkpoint_of(entry: Entry) -> Checkpoint:
 def entry_json(entry: Entry) -> dict[str, Json]:
     """Return the JSON fields of an entry."""
     if entry.foreign is not None:
-        return {**foreign_json(entry.foreign), "line": None}
-    fields: dict[str, Json] = {**render.checkpoint_json(entry.checkpoint), "line": entry.run}
+        return {**foreign_json(entry.foreign), "line": None, "checked": None}
     past = entry.past
-    if past is not None:
-        at = render.timestamp(past.at)
-        facts = {"at": at, "level": past.level, "status": past.status, "problem": past.problem}
-        fields["checked"] = facts
-    return fields
+    return {
+        **render.checkpoint_json(entry.checkpoint),
+        "tool": None,
+        "named_by": [],
+        "line": entry.run,
+        "checked": None
+        if past is None
+        else {
+            "at": render.timestamp(past.at),
+            "level": past.level,
+            "status": past.status,
+            "problem": past.problem,
+        },
+    }
 
 
 def counted_directories(entries: Sequence[Entry]) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 
 import click
 
@@ -153,7 +154,7 @@ def _entry_json(one: Entry) -> dict[str, Json]:
 
 def _save_json(event: Event) -> dict[str, Json]:
     return {
-        "at": event.at,
+        "at": _at(event),
         "step": event.step,
         "size_bytes": event.size_bytes,
         "seconds": event.seconds,
@@ -161,9 +162,13 @@ def _save_json(event: Event) -> dict[str, Json]:
     }
 
 
+def _at(event: Event) -> str:
+    return render.timestamp(datetime.fromtimestamp(event.at, UTC))
+
+
 def _failure_json(event: Event) -> dict[str, Json]:
     return {
-        "at": event.at,
+        "at": _at(event),
         "event": event.name,
         "step": event.step,
         "error_type": event.error_type,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.foreign import why_none, without_foreign
-from ckptmgr.cli.options import check_path, checked_address
+from ckptmgr.cli.options import absolute, check_path, checked_address
 from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
@@ -94,6 +94,12 @@ def select_one(
             hint="name one by its path, or narrow it down with --series",
         )
     return found[0]
+
+
+def root_of(selected: Sequence[Selected], directory: Path) -> Path:
+    """Return the directory of the checkpoints, or where they are of several, that of `--dir`."""
+    directories = {one.store.directory for one in selected}
+    return directories.pop() if len(directories) == 1 else absolute(directory)
 
 
 def list_selected(

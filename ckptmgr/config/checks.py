@@ -29,6 +29,7 @@ CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
 )
 """Cipher mode of a container to its key lengths."""
 
+_DECIMAL_MODES = ("400", "440", "444", "600", "640", "644", "660", "664")
 MAX_ZSTD_LEVEL = 19
 _DEFAULT_LEVEL = 1
 
@@ -78,6 +79,35 @@ def check_type(name: str, value: object, wanted: type[_T]) -> _T:
             f"The parameter '{name}' must be isinstance of {wanted}, but got {shown}."
         )
     return value
+
+
+def check_file_mode(value: object) -> int:
+    """Return the permission bits of data files.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It has other bits than r and w, lets others write, not the owner read, or grants
+            a class more than the one before it; tells `640` from `0o640`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"file_mode must be an int such as 0o640, but got {value!r}")
+    owner, group, others = (value >> bits & 0o7 for bits in (6, 3, 0))
+    if value < 0 or value & ~0o666:
+        problem = "has other bits than r and w; directories get x where there is r"
+    elif others & 0o2:
+        problem = "lets every user of the machine write"
+    elif not owner & 0o4:
+        problem = "does not let its owner read"
+    elif group & ~owner or others & ~group:
+        problem = "grants the group more than the owner, or others more than the group"
+    elif group == 0o2:
+        problem = "lets the group write, but not read"
+    else:
+        return value
+    text = str(value)
+    is_decimal = text in _DECIMAL_MODES
+    hint = f"; write 0o{text}" if is_decimal else "; usual are 0o400, 0o440, 0o640 and 0o660"
+    raise ValueError(f"file_mode {value:#o} {problem}{hint}")
 
 
 def check_async_save(value: object) -> bool | str:

@@ -38,6 +38,7 @@ from ckptmgr.config.checks import (
     check_bool,
     check_cipher_mode,
     check_compression,
+    check_file_mode,
     check_is_bool,
     check_network,
     check_optional_count,
@@ -52,6 +53,7 @@ from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.policy.rules import Best, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 from ckptmgr.policy.tag_rules import Tagged
@@ -137,6 +139,9 @@ class CheckpointConfig:
             (`file:alice.pem.pub`). Without `enc_key`, this run cannot read its own checkpoints.
         signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type
             ed25519`) that signs every manifest; the public key verifies it.
+        file_mode: Permission bits of data files and manifests, whatever the umask: 0o440 or 0o640 lets
+            the group read, 0o660 also save and prune. Directories that the run makes allow the same
+            (x where r); all other files of the run follow.
         options: MindSpore's `incremental` (only the changes of map parameters) and
             `enable_redundance` (of its AITURBO store). A manager or callback refuses them unless they
             are false: its checkpoints are complete, and it uses no such store.
@@ -175,6 +180,7 @@ class CheckpointConfig:
         signing_key: str | SigningKey | None = None,
         compression: str | None = None,
         compression_level: int = 1,
+        file_mode: int = DEFAULT_FILE_MODE,
         **options: object,
     ) -> None:
         check_options("CheckpointConfig", options, options=_OPTIONS, parameters=_PARAMETERS)
@@ -226,6 +232,7 @@ class CheckpointConfig:
         parse_on_error(on_error)
         self.signing_key = check_signing_key(signing_key)
         self.verify_after_write = check_is_bool("verify_after_write", verify_after_write)
+        self.file_mode = check_file_mode(file_mode)
         self.zero_stall = check_is_bool("zero_stall", zero_stall)
         if zero_stall and not async_save:
             raise ValueError(

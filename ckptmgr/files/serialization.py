@@ -32,6 +32,7 @@ from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
     check_crc,
+    check_file_mode,
     check_framework,
     check_is_bool,
     check_manifest,
@@ -63,6 +64,7 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.manifest.codec import Manifest
@@ -95,6 +97,7 @@ def save_checkpoint(
     signing_key: str | SigningKey | None = None,
     compression: str | None = None,
     compression_level: int = 1,
+    file_mode: int = DEFAULT_FILE_MODE,
     metadata: Mapping[str, str] | None = None,
     **kwargs: object,
 ) -> Checkpoint:
@@ -127,6 +130,7 @@ def save_checkpoint(
             MindSpore does, and refuses the values that a manifest holds: `signing_key`, `global_step_num`.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
+        file_mode: Permission bits of the file and its manifest, as for `CheckpointConfig`.
         metadata: Strings to store beside the tensors; for safetensors only. Its `format` is written
             without being named: `ms` if a MindSpore Cell, a list or MindSpore's tensors are saved,
             else `pt`, which PyTorch, Hugging Face's libraries and MindSpore read.
@@ -184,6 +188,7 @@ def save_checkpoint(
         mode=enc_mode,
         has_crc=has_crc,
         compression_level=level,
+        file_mode=check_file_mode(file_mode),
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
         has_manifest=has_manifest,
     )

@@ -25,6 +25,7 @@ from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
     check_crc,
+    check_file_mode,
     check_is_bool,
     check_manifest,
     check_signing_key,
@@ -53,6 +54,7 @@ from ckptmgr.files.load.state import SKELETON, StoredState, state_metadata, veri
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state import tree
 from ckptmgr.state.part import checked_parts
@@ -84,6 +86,7 @@ def save_state(
     compression_level: int = 1,
     crc_check: bool | None = None,
     verify_after_write: bool = False,
+    file_mode: int = DEFAULT_FILE_MODE,
     manifest: bool = True,
 ) -> Checkpoint:
     """Save a nested state to one file; when it returns, the state survives a power cut.
@@ -109,6 +112,7 @@ def save_state(
         crc_check: Store a CRC32, which checks a plain file whose manifest is lost. None stores one
             with `manifest=False`, if the file is neither encrypted nor compressed.
         verify_after_write: Read the file back from the disk before it is published.
+        file_mode: Permission bits of the file and its manifest, as for `CheckpointConfig`.
         manifest: Leave a manifest with digests beside the file. False leaves the file alone, and
             refuses the values that a manifest holds: `step`, `epoch`, `metrics`, `signing_key`.
 
@@ -146,6 +150,7 @@ def save_state(
             is_checked=is_encrypted or compression is not None,
         ),
         compression_level=level,
+        file_mode=check_file_mode(file_mode),
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
         has_manifest=has_manifest,
     )

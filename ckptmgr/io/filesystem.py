@@ -28,6 +28,7 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.descriptors import HeldDirectories, errors_naming
 from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
 from ckptmgr.io.locks import locked
+from ckptmgr.io.permissions import inherit_directory_mode, set_directory_mode
 
 _PRIVATE = 0o400
 
@@ -147,10 +148,12 @@ class FileSystem(Protocol):
         """Make the entries of a directory durable."""
         ...
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
         """Create a directory and its missing parents durably, unless it exists.
 
-        A directory that root creates in a held one gets the owner of that directory.
+        They get exactly this mode, beside an inherited setgid bit. With None, a directory in a held
+        one gets the permissions of that one, without w for others, and any other those that the
+        umask allows. A directory that root creates in a held one gets the owner of that directory.
         """
         ...
 
@@ -281,8 +284,8 @@ class OsFileSystem:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                     raise
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
-        """Create a directory and its missing parents durably."""
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
+        """Create a directory and its missing parents durably; None: see `FileSystem`."""
         if self._directories.is_held(path):
             return
         with self._directories.entry(path) as at:
@@ -299,18 +302,24 @@ class OsFileSystem:
             self.sync_directory(current.parent)
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory, mode)
+                os.mkdir(directory, 0o777 if mode is None else mode)
+                if mode is not None:
+                    _make_exact(directory, mode)
             self.sync_directory(directory.parent)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
 
-    def _make_inside(self, path: Path, name: str, dir_fd: int, mode: int) -> None:
+    def _make_inside(self, path: Path, name: str, dir_fd: int, mode: int | None) -> None:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(name, mode, dir_fd=dir_fd)
+            os.mkdir(name, 0o700 if mode is None else mode, dir_fd=dir_fd)
             with self._directories.opened(path) as descriptor:
-                # Another user may have replaced the new one by a directory that is in use.
-                if not os.listdir(descriptor):
-                    adopt_owner(descriptor, os.fstat(dir_fd))
+                if _is_own_and_empty(descriptor):
+                    parent = os.fstat(dir_fd)
+                    adopt_owner(descriptor, parent)
+                    if mode is None:
+                        inherit_directory_mode(descriptor, parent)
+                    else:
+                        set_directory_mode(descriptor, mode)
         self.sync_directory(path.parent)
         with self._directories.hold(path):
             pass
@@ -378,6 +387,20 @@ class OsFileSystem:
     def pause(self, seconds: float) -> None:
         """Wait before a call is tried again that failed with a transient error."""
         time.sleep(seconds)
+
+
+def _make_exact(directory: Path, mode: int) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if _is_own_and_empty(descriptor):
+            set_directory_mode(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _is_own_and_empty(descriptor: int) -> bool:
+    """Return whether this is a new directory; another user may have put one in use in its place."""
+    return os.fstat(descriptor).st_uid == os.geteuid() and not os.listdir(descriptor)
 
 
 def _renamed(error: OSError, source: Path, target: Path) -> OSError:

@@ -23,6 +23,7 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.io.descriptors import above_standard_streams, open_entry
 from ckptmgr.io.files import adopt_owner
+from ckptmgr.io.permissions import share_lease
 
 _MAX_OWNER_BYTES = 4096
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
@@ -116,6 +117,7 @@ def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
             folder = path.parent.stat() if dir_fd is None else os.fstat(dir_fd)
             if is_new:
                 adopt_owner(descriptor, folder)
+                share_lease(descriptor, folder)
             figures = os.fstat(descriptor)
             _check_owner(path, figures, folder)
             _flock(descriptor, path)

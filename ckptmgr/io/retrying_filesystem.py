@@ -90,7 +90,7 @@ class RetryingFileSystem:
         """Make the entries of a directory durable."""
         self.disk.sync_directory(path)
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
         """Create a directory and its missing parents durably."""
         self.disk.make_directory(path, mode=mode)
 

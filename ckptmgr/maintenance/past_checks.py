@@ -31,6 +31,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.formats.strict_json import parse_object
 from ckptmgr.io.filesystem import FileStatus, OutputFile, discard, rename_temp
+from ckptmgr.io.permissions import note_mode
 from ckptmgr.io.temp_names import is_temp_of, parse_temp, temp_name
 from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.store.manifest.codec import manifest_name
@@ -100,6 +101,7 @@ class Recorder:
         self._temp = self._new_temp()
         self._own: list[_Record] = []
         self._size_bytes = 0
+        self._mode = note_mode(store.file_mode)
         self._is_off = False
 
     def note(self, answer: Verification) -> None:
@@ -108,7 +110,7 @@ class Recorder:
         if self._is_off or checkpoint.id is None or answer.status not in _REMEMBERED:
             return
         try:
-            file = self._file or self._create()
+            file = self._file or self._create(checkpoint)
             record = _record_of(answer, _files(self._store, checkpoint), at=self._at)
             file.write_at(self._size_bytes, record.line)
         except OSError:
@@ -134,16 +136,19 @@ class Recorder:
             for name in absorbed:
                 discard(fs, self._folder / name)
 
-    def _create(self) -> OutputFile:
+    def _create(self, first: Checkpoint) -> OutputFile:
         """Make and hold the folder, and the file of this run in it.
 
         The directory itself is not held: a checkpoint in it may be read through a link.
         """
         fs = self._store.fs
         with fs.hold_directory(self._store.directory):
-            fs.make_directory(self._folder, mode=0o755)
+            fs.make_directory(self._folder, mode=None)
             self._held.enter_context(fs.hold_directory(self._folder))
-        self._file = fs.create(self._temp, mode=0o644, owner_of=self._temp)
+        # Who may read the checkpoints may read the records.
+        status = fs.status(self._store.directory / manifest_name(first.name))
+        self._mode = note_mode(self._store.file_mode if status is None else status.mode)
+        self._file = fs.create(self._temp, mode=self._mode, owner_of=self._temp)
         return self._file
 
     def _new_temp(self) -> Path:
@@ -181,7 +186,7 @@ class Recorder:
     def _write(self, records: Iterable[_Record]) -> None:
         fs, temp = self._store.fs, self._new_temp()
         data = b"".join(one.line for one in records)
-        with contextlib.closing(fs.create(temp, mode=0o644, owner_of=temp)) as file:
+        with contextlib.closing(fs.create(temp, mode=self._mode, owner_of=temp)) as file:
             try:
                 file.write_at(0, data)
                 file.sync()  # the records that it replaces are removed next

@@ -134,7 +134,7 @@ class RemoteFiles:
     def sync_directory(self, path: Path) -> None:
         """Do nothing: an answered request is durable."""
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
         """Do nothing: a prefix exists with its first object."""
 
     def remove_directory(self, path: Path) -> None:

@@ -119,8 +119,7 @@ def open_objects(url: str) -> Objects:
     if scheme == "memory":
         return ObstoreObjects(url, _memory_stores.setdefault(url, stores.MemoryStore()))
     if scheme == "file":
-        place = Path(url.removeprefix("file://"))
-        return ObstoreObjects(url, stores.LocalStore(prefix=place, mkdir=True))
+        return _LocalObjects(url, Path(url.removeprefix("file://")))
     try:
         return ObstoreObjects(url, stores.from_url(url, retry_config=_RETRIES))
     except (obstore.exceptions.BaseError, ValueError) as error:
@@ -222,6 +221,38 @@ class ObstoreObjects:
             raise PermissionError(errno.EACCES, _first_line(error), place) from error
         except errors.BaseError as error:
             raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from error
+
+
+class _LocalObjects(ObstoreObjects):
+    """The objects below a folder. The first write makes it; until then there are none."""
+
+    def __init__(self, url: str, place: Path) -> None:
+        self._place = place
+        self._local: Any = None
+        super().__init__(url, None)
+
+    def put(self, key: str, pieces: Iterable[bytes], size_bytes: int) -> None:
+        self._make(key)
+        super().put(key, pieces, size_bytes)
+
+    def create(self, key: str, data: bytes) -> None:
+        self._make(key)
+        super().create(key, data)
+
+    def _make(self, key: str) -> None:
+        if self._local is None:
+            with self._errors(key):
+                self._local = self._obstore.store.LocalStore(prefix=self._place, mkdir=True)
+
+    @property
+    def _store(self) -> Any:
+        if self._local is None and self._place.is_dir():
+            self._local = self._obstore.store.LocalStore(prefix=self._place)
+        return self._obstore.store.MemoryStore() if self._local is None else self._local
+
+    @_store.setter
+    def _store(self, _: None) -> None:
+        """Take what the class above sets."""
 
 
 def _first_line(error: Exception) -> str:

@@ -22,7 +22,6 @@ from ckptmgr.store.manifest.codec import FileEntry, Manifest, decode, manifest_n
 from ckptmgr.store.store import Store
 
 _READERS = 4
-_MODE = 0o400  # as a save
 
 
 def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
@@ -46,7 +45,7 @@ def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
     found = _whole(target, manifest)
     if found is not None:
         return found
-    target.fs.make_directory(target.directory, mode=0o700)
+    target.make_directory()
     entries = entries_of(manifest)
     target.publisher.check_space(sum(entry.digest.size_bytes for entry in entries))
     parts = [_fetched(source, manifest, entry, target) for entry in entries]
@@ -55,7 +54,7 @@ def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
         target.directory / key,
         data,
         series=manifest.series,
-        mode=_MODE,
+        mode=target.file_mode,
         is_durable=True,
     )
     fs, directory = target.fs, target.directory
@@ -100,7 +99,7 @@ def _fetched(source: RemoteDirectory, manifest: Manifest, entry: FileEntry, targ
     if begun is not None and not is_begun:
         discard(fs, part)
     good = _good_ranges(target, part, entry) if is_begun else set()
-    file = fs.change(part) if is_begun else fs.create(part, mode=_MODE)
+    file = fs.change(part) if is_begun else fs.create(part, mode=target.file_mode)
     try:
         missing = [index for index in range(len(digest.ranges)) if index not in good]
         key, path = data_key(manifest, entry), str(source.path / manifest.name)

@@ -26,6 +26,7 @@ from ckptmgr.io.filesystem import (
     discard,
     unlink_if_present,
 )
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.io.space_errors import explain_error, not_enough_space
 from ckptmgr.store.listing import bare_file
@@ -221,7 +222,7 @@ class Publisher:
         *,
         series: str,
         size_bytes: int,
-        mode: int = 0o400,
+        mode: int = DEFAULT_FILE_MODE,
         is_rank_file: bool = False,
         has_manifest: bool = True,
     ) -> Iterator[NewDataFile]:
@@ -234,7 +235,7 @@ class Publisher:
             name: Base name of the data file.
             series: Series of the file; recovery removes the leftovers of a series.
             size_bytes: Size of the file, to check and reserve space; 0 where it is unknown.
-            mode: Permission bits of data and manifest.
+            mode: Permission bits of data and manifest; those of a new directory follow.
             is_rank_file: The file belongs to a set: its name is new, and it gets no manifest.
             has_manifest: Leave a manifest beside the file, whose lease must be held otherwise. One
                 that the name has is removed after the commit.
@@ -248,7 +249,7 @@ class Publisher:
         """
         temp = self._manifests.temp_path(name, series)
         try:
-            self._fs.make_directory(self._directory, mode=0o700)
+            self._fs.make_directory(self._directory, mode=directory_mode(mode))
             with self._fs.hold_directory(self._directory):
                 self.check_space(size_bytes)
                 replaced = NOTHING_REPLACED

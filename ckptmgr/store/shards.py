@@ -28,6 +28,7 @@ from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.io.filesystem import discard, unlink_if_present
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.store.listing import lone_sets, problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.store import Store
@@ -42,7 +43,7 @@ class RankFiles:
         self._fs = store.fs
         self._directory = store.directory
 
-    def commit(self, manifest: Manifest, *, mode: int = 0o400) -> OSError | None:
+    def commit(self, manifest: Manifest, *, mode: int = DEFAULT_FILE_MODE) -> OSError | None:
         """Make a checkpoint of the files of all ranks, unless its name is taken.
 
         Return None once it is durable, or the error after which it may exist without being durable.

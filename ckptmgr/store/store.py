@@ -42,6 +42,7 @@ from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import Leases, Processes, ProcProcesses
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, note_mode
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.space_errors import explain_errors
@@ -71,6 +72,7 @@ class Store:
         trust: Its keys authenticate, sign and prove manifests.
         processes: Distinguishes dead writers from live ones.
         clock: Seconds since the epoch by the clock of the disk; for the age of leftovers.
+        file_mode: Permission bits of new data files; all others follow (see `io.permissions`).
 
     Attributes:
         catalogue: The listing in memory.
@@ -87,6 +89,7 @@ class Store:
         trust: Trust = DEFAULT_TRUST,
         processes: Processes | None = None,
         clock: Callable[[], float] = time.time,
+        file_mode: int = DEFAULT_FILE_MODE,
     ) -> None:
         disk = RetryingFileSystem.wrapping(OsFileSystem() if fs is None else fs)
         self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
@@ -94,12 +97,17 @@ class Store:
         self.fs: FileSystem = disk
         self.trust = trust
         self.clock = clock
+        self.file_mode = file_mode
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.manifests = ManifestFiles(directory, fs=disk, trust=trust, processes=self.processes)
         self.leases: Leases = self.manifests.leases
         self.publisher = Publisher(self.manifests)
         self._seen = ManifestCache()
         self.catalogue = KeptCatalogue(self.manifests, self.processes)
+
+    def make_directory(self) -> None:
+        """Create the directory and its missing parents durably, unless it exists."""
+        self.fs.make_directory(self.directory, mode=directory_mode(self.file_mode))
 
     def follow(self) -> None:
         """Keep the listing in memory from now on, where that pays; see `catalogue`."""
@@ -181,7 +189,7 @@ class Store:
             OSError: From the disk.
         """
         if self.fs.status(self.directory) is None:  # the save makes it durable
-            self.fs.make_directory(self.directory, mode=0o700)
+            self.make_directory()
         with self.leases.hold(series):
             yield
 
@@ -411,7 +419,9 @@ class Store:
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""
-        self.manifests.write(path, data, series=series, mode=0o600, is_durable=False)
+        self.manifests.write(
+            path, data, series=series, mode=note_mode(self.file_mode), is_durable=False
+        )
 
     def recover(self, series: str) -> list[str]:
         """Clean up after dead writers of a series, finish interrupted swaps; hold the lease.

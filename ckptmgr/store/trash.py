@@ -133,9 +133,9 @@ def throw_away(
 def _new_batch(store: Store, into: Path) -> Iterator[None]:
     """Create the folder of a batch if it is missing, and hold it."""
     with store.fs.hold_directory(store.directory):
-        store.fs.make_directory(into.parent, mode=0o700)
+        store.fs.make_directory(into.parent, mode=None)
         with held_trash(store.fs, store.directory, name=into.parent.name):
-            store.fs.make_directory(into, mode=0o700)
+            store.fs.make_directory(into, mode=None)
             with held_batch(store.fs, into):
                 yield
 

@@ -184,7 +184,7 @@ class CallbackSeries:
             prefix = check_prefix_result(given.prefix_of(params))
         if given.directory_of is not None:
             self.directory = check_directory(given.directory_of(params))
-            self.writer.store.fs.make_directory(self.directory, mode=0o700)
+            self.writer.store.make_directory()
         writer, is_numbered = self.writer, given.prefix_of is None
         return Target(
             writer=writer,
@@ -225,7 +225,7 @@ class CallbackSeries:
 
     def _unused_prefix(self) -> str:
         writer = self.writer
-        writer.store.fs.make_directory(self.directory, mode=0o700)
+        writer.store.make_directory()
         return restart_prefix(self.given.prefix, self._names(writer))
 
     def _names(self, writer: SeriesWriter) -> list[str]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from ckptmgr.io.permissions import note_mode
+
 if TYPE_CHECKING:
     from ckptmgr.config.config import CheckpointConfig
     from ckptmgr.parallel.coordinator import Coordinator
@@ -37,7 +39,8 @@ class NetworkGraph:
             if graph is not None:
                 from ckptmgr.parallel.mindspore.outputs import write_small_file
 
-                write_small_file(path, graph, is_beside_checkpoint=True, fs=store.fs)
+                mode = note_mode(store.file_mode)
+                write_small_file(path, graph, is_beside_checkpoint=True, fs=store.fs, mode=mode)
         except Exception as error:  # the network's own method may raise any
             _LOG.warning("%s is not written, and no checkpoint needs it: %s", path, error)
 

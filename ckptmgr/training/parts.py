@@ -48,6 +48,7 @@ class RunParts:
             mode=self.config.enc_mode,
             has_crc=self.config.crc_check,
             compression_level=self.config.compression_level,
+            file_mode=self.config.file_mode,
             verify_after_write=self.config.verify_after_write,
         )
 
@@ -73,6 +74,7 @@ class RunParts:
             trust=self.trust,
             processes=self.processes,
             clock=time.time if ranks is None else clock,
+            file_mode=options.file_mode,
         )
         if ranks is None:
             return SeriesWriter(

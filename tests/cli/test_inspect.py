@@ -102,7 +102,9 @@ def test_figures_without_numbers_are_dashes_and_null(tmp_path: Path) -> None:
         "dtype": "float32",
         "shape": [2],
         "size_bytes": 8,
+        "ranks": None,
         "stats": {"min": None, "max": None, "mean": None, "nan_count": 2, "inf_count": 0},
+        "text": None,
     }
     assert "   -    -     -    2    0\n" in run("inspect", path, "--stats").stdout
 

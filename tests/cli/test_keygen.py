@@ -56,7 +56,9 @@ def test_keygen_of_each_length_gives_that_length(size: int, tmp_path: Path) -> N
     key = load_key(f"file:{path}")
     assert len(key.raw) == size
     assert document["schema"] == "ckptmgr.keygen/1"
-    assert document["items"] == [{"path": str(path), "key_id": key.key_id, "size_bytes": size}]
+    assert document["items"] == [
+        {"path": str(path), "public_path": None, "key_id": key.key_id, "size_bytes": size}
+    ]
 
 
 def test_keygen_twice_gives_two_keys(tmp_path: Path) -> None:
@@ -203,7 +205,12 @@ def test_keygen_of_a_signing_key_writes_both_halves(tmp_path: Path) -> None:
     key, public = load_signing_key(f"file:{path}"), load_public_key(f"{path}.pub")
     assert public == key.public_key
     assert document["items"] == [
-        {"path": str(path), "public_path": f"{path}.pub", "key_id": public.key_id}
+        {
+            "path": str(path),
+            "public_path": f"{path}.pub",
+            "key_id": public.key_id,
+            "size_bytes": None,
+        }
     ]
     assert path.stat().st_mode & 0o777 == 0o600
     other = tmp_path / "other.pem"

@@ -121,6 +121,9 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "opened_by": [],
         "tags": [],
         "problem": None,
+        "tool": None,
+        "named_by": [],
+        "checked": None,
         "id": Store(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
     }
     assert second["metrics"] == {"loss": None}

@@ -116,6 +116,7 @@ def test_bare_directory_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None:
         "statuses": {"ok": 1, "unverified": 2},
         "missing": [],
         "bundles": [],
+        "quarantined": [],
     }
     assert {item["status"]: item["unchecked"] for item in document["items"]} == {
         "ok": [],

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import shutil
 import stat
 import tempfile
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,39 +18,11 @@ from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel.mindspore.outputs import write_small_file
 from ckptmgr.store.trash import TRASH_NAME
 from tests.cli.running import run
+from tests.support.users import GROUP, USER, as_user
 
-USER, GROUP = 12345, 23456
 KEYS = {"OLD": "00" * 32, "NEW": "11" * 32}
-_PR_SET_DUMPABLE = 4
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
-
-
-def as_user(act: Callable[[], object]) -> object:
-    """Do something in a process of the user, and return what JSON can say of it.
-
-    It is a fork, because the user may be unable to read the interpreter; what it imports must be imported already.
-    """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setgroups([])
-            os.setresgid(GROUP, GROUP, GROUP)
-            os.setresuid(USER, USER, USER)
-            # A process that changed its user may not look at itself in /proc without this.
-            ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
-            answer = [act(), None]
-        except BaseException:  # whatever it is, the parent shows it
-            answer = [None, traceback.format_exc()]
-        os.write(writing, json.dumps(answer).encode())
-        os._exit(0)
-    os.close(writing)
-    with open(reading, "rb") as stream:
-        result, failure = json.loads(stream.read())
-    os.waitpid(pid, 0)
-    assert failure is None, failure
-    return result
 
 
 def command(*arguments: str | Path) -> None:

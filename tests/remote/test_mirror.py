@@ -251,6 +251,19 @@ def test_resume_on_a_new_machine_takes_the_newest_of_the_mirror_and_says_so(
     assert len(listed(open_objects(url))) == 3
 
 
+def test_checkpoint_that_is_fetched_has_the_chosen_modes(tmp_path: Path) -> None:
+    url = new_url()
+    with CheckpointManager(tmp_path / "a", mirror=url) as manager:
+        manager.save(1, _state(1))
+        manager.save(2, _state(2))
+    config = CheckpointConfig(file_mode=0o640)
+    with CheckpointManager(tmp_path / "b", config, mirror=url) as manager:
+        assert manager.resume(_state(0)).fetched_from is not None
+    files = [tmp_path / "b" / name for name in ("ckpt-2.ckpt", "ckpt-2.ckpt.manifest.json")]
+    assert [oct(one.stat().st_mode & 0o777) for one in files] == ["0o640", "0o640"]
+    assert (tmp_path / "b").stat().st_mode & 0o777 == 0o750
+
+
 def test_resume_prefers_what_is_here(tmp_path: Path) -> None:
     url = new_url()
     with CheckpointManager(tmp_path, mirror=url) as manager:

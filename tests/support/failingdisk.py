@@ -152,7 +152,7 @@ class FailingDisk:
         self._meet("sync_directory", path)
         self._disk.sync_directory(path)
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
         """Create a directory and its parents."""
         self._meet("make_directory", path)
         self._disk.make_directory(path, mode=mode)

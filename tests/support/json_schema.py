@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 }
 _KNOWN = {
     *("$schema", "$id", "title", "description", "const", "enum", "type", "required"),
-    *("properties", "additionalProperties", "items"),
+    *("properties", "additionalProperties", "items", "pattern", "oneOf"),
 }
 
 
@@ -30,6 +31,12 @@ def violations(value: Any, schema: Mapping[str, Any], place: str = "$") -> Itera
         yield f"{place}: {value!r} is none of {schema['enum']}"
     if "type" in schema and not _is_of(value, schema["type"]):
         yield f"{place}: {value!r} is no {schema['type']}"
+    if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
+        yield f"{place}: {value!r} does not match {schema['pattern']}"
+    if "oneOf" in schema:
+        answers = [list(violations(value, one, place)) for one in schema["oneOf"]]
+        if answers.count([]) != 1:
+            yield f"{place}: fits {answers.count([])} of the alternatives: {answers}"
     if isinstance(value, dict):
         named = schema.get("properties", {})
         yield from (

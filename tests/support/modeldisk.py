@@ -197,7 +197,7 @@ class ModelDisk:
             self._record("sync_directory", path)
             self._image = self._image.directory_synced(directory)
 
-    def make_directory(self, path: Path, *, mode: int) -> None:
+    def make_directory(self, path: Path, *, mode: int | None) -> None:
         """Create a directory and its missing parents durably, in the steps of `OsFileSystem`."""
         with self._powered():
             upwards = (path, *path.parents)
@@ -205,7 +205,7 @@ class ModelDisk:
             self.sync_directory(upwards[len(missing)].parent)
             for directory in reversed(missing):
                 parent, name, _ = self._image.locate(directory)
-                self._record("mkdir", directory, f"{mode:#o}")
+                self._record("mkdir", directory, "as around it" if mode is None else f"{mode:#o}")
                 inode = self._image.last_inode + 1
                 self._image = self._image.with_entry(parent, name, inode)
                 self.sync_directory(directory.parent)

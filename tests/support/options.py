@@ -131,7 +131,8 @@ def files(directory: Path) -> object:
     for path in sorted(directory.rglob("*")):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(SUFFIX):
             name = re.sub(r"\.[0-9a-f]{16}\.", ".", str(path.relative_to(directory)))
-            found[name] = (path.stat().st_size, described(path))
+            status = path.stat()
+            found[name] = (status.st_size, status.st_mode, described(path))
     return found
 
 

@@ -69,13 +69,13 @@ def convert_command(
     one goes. A file that is done already stays, so doing the same again finishes an interrupted
     run. -q prints the paths of the files afterwards.
     """
-    from ckptmgr.cli.selectors import select
+    from ckptmgr.cli.selectors import root_of, select
     from ckptmgr.files.load.options import ReadOptions
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
     selected = select(selectors, directory, opener, series=series)
-    output = render.make_output(ctx, opener(directory).directory)
+    output = render.make_output(ctx, root_of(selected, directory))
     reading = ReadOptions(trust=trust)
     failures: list[Exception] = []
     wanted = level if compression == "zstd" else None
@@ -178,5 +178,5 @@ def _figures_json(figures: FrameFigures) -> dict[str, Json]:
         "raw_bytes": figures.raw_bytes,
         "stored_bytes": figures.stored_bytes,
         "ratio": figures.ratio,
-        "gigabytes_per_s_per_core": figures.gigabytes_per_s,
+        "bytes_per_s_per_core": figures.gigabytes_per_s * 1e9,
     }

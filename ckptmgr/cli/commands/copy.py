@@ -72,7 +72,7 @@ def copy_command(
             if is_download
             else "give a URL, such as s3://bucket/run; cp copies between directories",
         )
-    output = render.make_output(ctx, target)
+    output = render.make_output(ctx, options.absolute(target))
     upload, download = (
         partial(_upload, target=target),
         partial(_download, target=target, trust=trust),
@@ -146,7 +146,7 @@ def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: fl
         items: list[dict[str, Json]] = [
             {
                 **render.checkpoint_json(one.selected.checkpoint),
-                "target": str(one.target),
+                "target": str(options.absolute(one.target)),
                 "outcome": "copied" if one.is_new else "present",
             }
             for one in done

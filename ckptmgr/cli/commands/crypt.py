@@ -192,14 +192,14 @@ def _convert(
     convert: Callable[[Path], ConversionResult],
     target: Path,
 ) -> int:
-    output = render.make_output(ctx, target.parent)
+    output = render.make_output(ctx, options.absolute(target).parent)
     started = time.perf_counter()
     with output.progress(source.name, source.stat().st_size if source.is_file() else 0):
         done = convert(target)
     elapsed_s = time.perf_counter() - started
     if output.is_json:
         summary: dict[str, Json] = {
-            "source": str(done.source),
+            "source": str(options.absolute(done.source)),
             "source_bytes": done.source_bytes,
             "elapsed_s": elapsed_s,
         }

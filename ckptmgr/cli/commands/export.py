@@ -133,7 +133,7 @@ def export_command(
     source = selected.checkpoint.path
     if format is not None and out.is_dir():
         out /= f"{stem_of(source.name)}.{format}"
-    output = render.make_output(ctx, out)
+    output = render.make_output(ctx, options.absolute(out))
     started = time.perf_counter()
     with output.progress(selected.checkpoint.name, selected.checkpoint.size_bytes):
         if format is None:
@@ -177,7 +177,7 @@ def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_
     if output.is_json:
         summary: dict[str, Json] = {
             **render.checkpoint_json(selected.checkpoint),
-            "directory": str(done.directory),
+            "directory": str(options.absolute(done.directory)),
             "tensors": done.tensor_count,
             "tensor_bytes": done.tensor_bytes,
             "ties": done.ties,
@@ -186,7 +186,7 @@ def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_
             "elapsed_s": elapsed_s,
         }
         items: list[dict[str, Json]] = [
-            {"path": str(path), "size_bytes": size}
+            {"path": str(options.absolute(path)), "size_bytes": size}
             for path, size in zip(done.files, sizes, strict=True)
         ]
         output.result(items, summary)

@@ -116,32 +116,34 @@ def _summary(contents: FileSummary) -> dict[str, Json]:
 
 
 def _items(plain: PlaintextSummary) -> list[dict[str, Json]]:
+    nothing: dict[str, Json] = dict.fromkeys(("dtype", "shape", "size_bytes", "ranks", "stats"))
     tensors: list[dict[str, Json]] = [_tensor_item(tensor) for tensor in plain.tensors]
     return tensors + [
-        {"name": name, "kind": "text", "text": text} for name, text in plain.texts.items()
+        {"name": name, "kind": "text", **nothing, "text": text}
+        for name, text in plain.texts.items()
     ]
 
 
 def _tensor_item(tensor: StoredTensor) -> dict[str, Json]:
-    item: dict[str, Json] = {
+    stats = tensor.stats
+    return {
         "name": tensor.spec.name,
         "kind": "tensor",
         "dtype": tensor.spec.dtype.name,
         "shape": tensor.spec.stated_shape,
         "size_bytes": tensor.spec.size_bytes,
-    }
-    if tensor.ranks is not None:
-        item["ranks"] = list(tensor.ranks)
-    stats = tensor.stats
-    if stats is not None:
-        item["stats"] = {
+        "ranks": None if tensor.ranks is None else list(tensor.ranks),
+        "stats": None
+        if stats is None
+        else {
             "min": stats.minimum,
             "max": stats.maximum,
             "mean": stats.mean,
             "nan_count": stats.nan_count,
             "inf_count": stats.inf_count,
-        }
-    return item
+        },
+        "text": None,
+    }
 
 
 def _print_plain(output: Output, plain: PlaintextSummary, *, has_stats: bool) -> None:

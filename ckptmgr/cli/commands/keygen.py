@@ -99,7 +99,7 @@ def keygen_command(
     x25519 pair, a machine encrypts checkpoints that only the private key opens; mlkem768-x25519
     also withstands quantum computers.
     """
-    output = render.make_output(ctx, Path(target).parent)
+    output = render.make_output(ctx, options.absolute(Path(target)).parent)
     if target == _PIPE and output.is_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
     if kind in _USES:
@@ -118,12 +118,7 @@ def keygen_command(
     path = Path(target)
     _write(path, content)
     if output.is_json:
-        item: dict[str, Json] = {
-            "path": str(path),
-            "key_id": key.key_id,
-            "size_bytes": len(key.raw),
-        }
-        output.result([item], {})
+        _print_json(output, path, key_id=key.key_id, size_bytes=len(key.raw))
     elif output.is_quiet:
         output.paths([path])
     else:
@@ -145,12 +140,7 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
         discard(OsFileSystem(), path)
         raise
     if output.is_json:
-        item: dict[str, Json] = {
-            "path": str(path),
-            "public_path": str(public_path),
-            "key_id": pair.key_id,
-        }
-        output.result([item], {})
+        _print_json(output, path, key_id=pair.key_id, public_path=public_path)
     elif output.is_quiet:
         output.paths([path, public_path])
     else:
@@ -160,6 +150,25 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
             f"{public_path}  its public key, for everybody: {public_use.format(public_path)}"
         )
     return Exit.DONE
+
+
+def _print_json(
+    output: render.Output,
+    path: Path,
+    *,
+    key_id: str,
+    public_path: Path | None = None,
+    size_bytes: int | None = None,
+) -> None:
+    files = [options.absolute(path)]
+    files += [] if public_path is None else [options.absolute(public_path)]
+    item: dict[str, Json] = {
+        "path": str(files[0]),
+        "public_path": None if public_path is None else str(files[1]),
+        "key_id": key_id,
+        "size_bytes": size_bytes,
+    }
+    output.result([item], {"files": len(files)})
 
 
 def _new_pair(kind: str) -> KeyPair:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -238,7 +239,10 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
     if output.is_json:
         summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
-        output.result([render.checkpoint_json(c) for c in undone.restored], summary)
+        replace(output, command="prune.undo").result(
+            [{**render.checkpoint_json(c), "tool": None, "named_by": []} for c in undone.restored],
+            summary,
+        )
     elif output.is_quiet:
         output.paths([c.path for c in undone.restored])
     else:

@@ -205,12 +205,13 @@ def _report(
     files: WrittenFiles,
     started: float,
 ) -> int:
-    output = render.make_output(ctx, root)
+    output = render.make_output(ctx, options.absolute(root))
     elapsed_s = time.perf_counter() - started
     sizes = [file.stat().st_size for file in files]
     if output.is_json:
         items: list[dict[str, Json]] = [
-            {"path": str(file), "size_bytes": size} for file, size in zip(files, sizes, strict=True)
+            {"path": str(options.absolute(file)), "size_bytes": size}
+            for file, size in zip(files, sizes, strict=True)
         ]
         summary: dict[str, Json] = {
             "step": files.step,

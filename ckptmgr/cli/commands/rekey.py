@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
@@ -205,12 +205,13 @@ class KeyChanges:
         Raises:
             UsageProblem, CkptmgrError: It cannot be made; nothing was changed.
         """
-        from ckptmgr.cli.selectors import select
+        from ckptmgr.cli.selectors import root_of, select
 
         given = self._given
         selected = select(
             given["selectors"], given["directory"], self._opener, series=given["series"]
         )
+        self._output = replace(self._output, root=root_of(selected, given["directory"]))
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
         pending = [found for found in planned if found.plan.is_pending]
         if planned:

@@ -62,7 +62,7 @@ def rm_command(
     while a run writes the series. Removed ones stay in .ckptmgr-trash for a day, and prune --undo
     brings them back.
     """
-    from ckptmgr.cli.selectors import select
+    from ckptmgr.cli.selectors import root_of, select
     from ckptmgr.maintenance.removal import check_removable
 
     for text in selectors:
@@ -80,7 +80,7 @@ def rm_command(
     for store, checkpoints in groups:
         ctx.with_resource(store.fs.hold_directory(store.directory))
         check_removable(store, checkpoints, force=force)
-    output = render.make_output(ctx, opener(directory).directory)
+    output = render.make_output(ctx, root_of(selected, directory))
     if not (dry_run or yes) and selected:
         options.check_can_ask(UnsafePrune)
     if output.is_text:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import stat
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,6 +65,7 @@ def sign_command(
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.integrations.openssf import bundle_path, sign_bundle
+    from ckptmgr.io.permissions import note_mode
     from ckptmgr.parallel.mindspore.outputs import write_small_file
 
     options.check_source("--private-key", source)
@@ -74,11 +76,15 @@ def sign_command(
     target = bundle_path(path)
     if target.exists() and not force:
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
-    output = render.make_output(ctx, path.parent)
+    root = options.absolute(path)
+    output = render.make_output(ctx, root if root.is_dir() else root.parent)
     _check_whole(selected, ReadOptions(trust=trust))
-    write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True)
+    mode = stat.S_IMODE((target if target.exists() else path).stat().st_mode)
+    mode = note_mode(mode & 0o666)
+    write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True, mode=mode)
     if output.is_json:
-        output.result([{"path": str(path), "bundle": str(target)}], {"count": len(selected)})
+        item = {"path": str(root), "bundle": str(options.absolute(target))}
+        output.result([item], {"count": len(selected)})
     elif output.is_quiet:
         output.paths([target])
     else:

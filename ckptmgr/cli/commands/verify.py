@@ -142,7 +142,7 @@ def verify_command(
     """
     from ckptmgr.cli.foreign import checked_foreign, select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
-    from ckptmgr.cli.selectors import select
+    from ckptmgr.cli.selectors import Selected, root_of, select
     from ckptmgr.maintenance.past_checks import recorder
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
@@ -179,8 +179,8 @@ def verify_command(
     depth = Level(level or "full")
     now = ctx.ensure_object(Session).now()
     moved: dict[Path, Path | Exception] = {}
-    root = opener(directory).directory
-    output = render.make_output(ctx, root)
+    theirs = [Selected(store=store, checkpoint=one.checkpoint) for store, one in foreign]
+    output = render.make_output(ctx, root_of([*selected, *theirs], directory))
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
@@ -318,10 +318,10 @@ def _show(
             "statuses": dict(sorted(counts.items())),
             "missing": missing,
             "bundles": [str(path) for path in bundles],
+            "quarantined": [
+                str(into / path.name) for path, into in moved.items() if isinstance(into, Path)
+            ],
         }
-        if moved:
-            places = {path: into for path, into in moved.items() if isinstance(into, Path)}
-            summary["quarantined"] = [str(into / path.name) for path, into in places.items()]
         if is_in_lines:
             output.json_line({"event": "summary", **summary})
         else:

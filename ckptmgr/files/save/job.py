@@ -11,6 +11,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import extension_of
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.digest import FileDigest
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 
@@ -42,7 +43,7 @@ class SaveOptions:
     mode: str = "AES-GCM"
     has_crc: bool = False
     compression_level: int | None = None
-    file_mode: int = 0o400
+    file_mode: int = DEFAULT_FILE_MODE
     is_as_library: bool = False
     verify_after_write: bool = False
     has_manifest: bool = True

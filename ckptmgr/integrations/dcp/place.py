@@ -56,6 +56,7 @@ def place_of(
         ),
         fs=fs,
         clock=clock,
+        file_mode=config.file_mode,
     )
 
 

@@ -25,6 +25,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal
 from ckptmgr.policy.rules import RetentionPolicy
@@ -46,10 +47,17 @@ class SeriesLocation:
     trust: Trust
     fs: FileSystem | None = None
     clock: Callable[[], float] = time.time
+    file_mode: int = DEFAULT_FILE_MODE
 
     def store(self) -> Store:
         """Return the store of the directory."""
-        return Store(self.directory, clock=self.clock, fs=self.fs, trust=self.trust)
+        return Store(
+            self.directory,
+            clock=self.clock,
+            fs=self.fs,
+            trust=self.trust,
+            file_mode=self.file_mode,
+        )
 
     def reading(self) -> ReadOptions:
         """Return the read options."""
@@ -156,7 +164,7 @@ class DcpRun:
                         "all ranks have written, but too late; give a longer timeout_s"
                     )
                 manifest = merged()
-                problem = self._files.commit(manifest, mode=self._options.file_mode)
+                problem = self._files.commit(manifest, mode=self.place.file_mode)
             except (CkptmgrError, OSError) as error:
                 self._withdraw(attempt, error)
                 raise

@@ -64,7 +64,7 @@ class StorageWriter(storage.StorageWriter):
 
     Args:
         directory: The directory of the checkpoints; all ranks see it.
-        config: Retention, keys, compression, `verify_after_write`. The loop decides when to save,
+        config: Retention, keys, compression, `verify_after_write`, `file_mode`. The loop decides when to save,
             and the files are always safetensors, in containers with a key.
         prefix: Name of the series; the checkpoint is `<prefix>-<step>.shards`.
         step: Global step; that of the coordinator counts.
@@ -112,6 +112,7 @@ class StorageWriter(storage.StorageWriter):
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
             compression_level=self._config.compression_level,
+            file_mode=self._config.file_mode,
             verify_after_write=self._config.verify_after_write,
         )
         check_name_lengths(

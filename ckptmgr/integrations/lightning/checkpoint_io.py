@@ -28,11 +28,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.config.checks import check_file_mode
 from ckptmgr.config.keys import check_given_key
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.files.save.single_file import remove_single_file
 from ckptmgr.files.state_file import load_state, save_state
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FORMATS = (".ckpt", ".safetensors")
@@ -62,6 +64,7 @@ class CkptmgrIO:
         dec_key: Opens the files, if not `enc_key` does.
         compression: As for `save_state`.
         verify_after_write: As for `save_state`.
+        file_mode: As for `save_state`; directories are made as the umask allows.
         allow_unencrypted: With a key, load plain files, too.
 
     Raises:
@@ -78,6 +81,7 @@ class CkptmgrIO:
         dec_key: bytes | str | None = None,
         compression: str | None = None,
         verify_after_write: bool = False,
+        file_mode: int = DEFAULT_FILE_MODE,
         allow_unencrypted: bool = False,
     ) -> None:
         check_given_key("enc_key", enc_key)
@@ -88,6 +92,7 @@ class CkptmgrIO:
             "enc_recipients": enc_recipients,
             "compression": compression,
             "verify_after_write": verify_after_write,
+            "file_mode": check_file_mode(file_mode),
         }
         self._loading: dict[str, Any] = {
             "dec_key": enc_key if dec_key is None else dec_key,
@@ -115,7 +120,7 @@ class CkptmgrIO:
                 " `CkptmgrIO`: it writes to local and mounted file systems, which have none"
             )
         place = _local(path)
-        OsFileSystem().make_directory(place.parent, mode=0o777)
+        OsFileSystem().make_directory(place.parent, mode=None)
         if place.is_symlink():
             # What `save_last="link"` left; saved through it, the checkpoint that it names would be
             # replaced.

@@ -91,9 +91,9 @@ def throw_away(store: Store, names: Sequence[str], into: Path) -> list[OSError]:
     status = store.fs.status(into.parent)
     if status is not None and not status.is_directory:
         raise UnsafePrune("is not a directory, so nothing can be put there", path=into.parent)
-    store.fs.make_directory(into.parent, mode=0o700)
+    store.fs.make_directory(into.parent, mode=None)
     with store.fs.hold_directory(into.parent):
-        store.fs.make_directory(into, mode=0o700)
+        store.fs.make_directory(into, mode=None)
     with defer_signals(), _held(store, into):
         return _move(store.fs, names, store.directory, into)
 

@@ -146,7 +146,12 @@ def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
 
 
 def write_small_file(
-    path: Path, data: bytes, *, is_beside_checkpoint: bool = False, fs: FileSystem | None = None
+    path: Path,
+    data: bytes,
+    *,
+    is_beside_checkpoint: bool = False,
+    fs: FileSystem | None = None,
+    mode: int = 0o600,
 ) -> None:
     """Replace a small file durably; makes directories. After an error the older file is intact.
 
@@ -156,5 +161,5 @@ def write_small_file(
     fs.make_directory(path.parent, mode=0o700)
     files = ManifestFiles(path.parent, fs=fs, trust=Trust(), processes=ProcProcesses())
     with fs.hold_directory(path.parent):
-        files.write(path, data, series=path.name, mode=0o600, is_durable=True)
+        files.write(path, data, series=path.name, mode=mode, is_durable=True)
         fs.sync_directory(path.parent)

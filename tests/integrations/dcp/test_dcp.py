@@ -1076,3 +1076,16 @@ def test_run_that_was_not_loaded_warns_and_the_older_one_stays_the_newest(
     later = {"w": torch.zeros(2)}
     dcp.load(later, storage_reader=StorageReader(tmp_path))
     assert later["w"][0].item() == 1000
+
+
+def test_files_of_all_ranks_and_their_manifest_have_the_chosen_mode(tmp_path: Path) -> None:
+    config = CheckpointConfig(file_mode=0o640)
+    runs = tmp_path / "runs"
+    dcp.save({"w": torch.zeros(3)}, storage_writer=StorageWriter(runs, config, step=1))
+    loaded = {"w": torch.ones(3)}
+    dcp.load(loaded, storage_reader=StorageReader(runs, config))  # which begins the run anew
+    dcp.save({"w": torch.zeros(3)}, storage_writer=StorageWriter(runs, config, step=2))
+    modes = {oct((runs / name).stat().st_mode & 0o777) for name in names(runs)}
+    assert len(names(runs)) == 4
+    assert modes == {"0o640"}
+    assert runs.stat().st_mode & 0o777 == 0o750
