@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,6 @@ from ckptmgr.cli import render
 from ckptmgr.cli.options import absolute
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from ckptmgr.io.filesystem import FileSystem
     from ckptmgr.maintenance.foreign.listing import ForeignListing, Run
     from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
-    from ckptmgr.maintenance.verdict import Level, Verification
     from ckptmgr.store.store import Store
 
 OpenStore = Callable[[Path], "Store"]
@@ -166,24 +163,3 @@ def select_foreign(
         if not chosen or has_own:
             left.append(text)
     return list(found.values()), left
-
-
-def checked_foreign(store: Store, one: ForeignCheckpoint, level: Level) -> Verification:
-    """Check a checkpoint of another tool; with keys, which it cannot prove, it is unproven."""
-    from ckptmgr.maintenance.foreign.check import verify_foreign
-    from ckptmgr.maintenance.verdict import Status
-
-    answer = verify_foreign(store.fs, one, level=level)
-    if needs_proof(store.trust) and answer.status is Status.UNVERIFIED:
-        return replace(
-            answer,
-            status=Status.UNPROVEN,
-            problems=("no key proves what another tool wrote",),
-            hint=ACCEPT_UNENCRYPTED_HINT,
-        )
-    return answer
-
-
-def needs_proof(trust: Trust) -> bool:
-    """Return whether keys were given, which prove nothing that another tool wrote."""
-    return (trust.keys is not None or bool(trust.trusted_keys)) and not trust.allow_unencrypted

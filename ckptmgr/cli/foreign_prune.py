@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
-from ckptmgr.cli.foreign import foreign_json, foreign_of, needs_proof, titles_of, why_none
+from ckptmgr.cli.foreign import foreign_json, foreign_of, titles_of, why_none
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.foreign import trash
+from ckptmgr.maintenance.foreign.check import needs_proof
 from ckptmgr.maintenance.foreign.prune import (
     ForeignProposal,
     carry_out_foreign,

@@ -25,8 +25,12 @@ import click
 
 from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.options import Session
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
+from ckptmgr.maintenance.json_fields import checkpoint_json as checkpoint_json
+from ckptmgr.maintenance.json_fields import finite as finite
+from ckptmgr.maintenance.json_fields import has_known_step
+from ckptmgr.maintenance.json_fields import timestamp as timestamp
 
 _HANGING = "  "
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -264,17 +268,6 @@ def _parts(line: str, columns: int) -> list[str]:
     return [f"{_HANGING * (i > 0)}{line[span].rstrip()}" for i, span in enumerate(spans)]
 
 
-def finite(value: Json) -> Json:
-    """Return a JSON value with null for NaN and infinities."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {name: finite(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
 def size(size_bytes: int) -> str:
     """Return e.g. `512 B`, `1.5 KiB`, `301 MiB`."""
     value, unit = float(size_bytes), 0
@@ -295,11 +288,6 @@ def age(time: datetime, now: datetime) -> str:
     return "now"
 
 
-def timestamp(time: datetime) -> str:
-    """Return a time as RFC 3339 in UTC."""
-    return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
-
-
 def number(value: float | None) -> str:
     """Return a metric; `n/a` for a missing one and for NaN."""
     return "n/a" if value is None or math.isnan(value) else f"{value:.4g}"
@@ -307,40 +295,12 @@ def number(value: float | None) -> str:
 
 def step(checkpoint: Checkpoint) -> str:
     """Return the step, or `-` where it is unknown."""
-    is_known = checkpoint.run_id is not None or checkpoint.is_countable or checkpoint.is_bare
-    is_foreign = checkpoint.state is State.INCOMPLETE
-    return str(checkpoint.step) if is_known or is_foreign else "-"
+    return str(checkpoint.step) if has_known_step(checkpoint) else "-"
 
 
 def state(word: str) -> Cell:
     """Return a state as a cell."""
     return Cell(word, STATE_STYLES.get(word, ""))
-
-
-def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Return the JSON fields of a checkpoint that all commands share."""
-    return {
-        "path": str(checkpoint.path),
-        "series": checkpoint.series,
-        "run": checkpoint.run_id or None,
-        "step": checkpoint.step if step(checkpoint) != "-" else None,
-        "attempt": checkpoint.attempt,
-        "sequence": checkpoint.sequence,
-        "epoch": checkpoint.epoch,
-        "why": checkpoint.why,
-        "saved_at": timestamp(checkpoint.saved_at),
-        "size_bytes": checkpoint.size_bytes,
-        "metrics": dict(checkpoint.metrics),
-        "pins": [{"name": pin.name, "reason": pin.reason} for pin in checkpoint.pins],
-        "tags": list(checkpoint.tags),
-        "state": checkpoint.state.value,
-        "format": checkpoint.format,
-        "cipher": checkpoint.cipher,
-        "key_id": checkpoint.key_id,
-        "opened_by": list(checkpoint.opened_by),
-        "problem": checkpoint.problem,
-        "id": checkpoint.id,
-    }
 
 
 def counted(number: int, noun: str) -> str:

@@ -29,18 +29,27 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import ray
+import ray.exceptions
 import ray.train
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.arguments import checked_interval
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.integrations.job import job_coordinator
+from ckptmgr.maintenance.fleet import FleetVerification, Lines, combined, parts_of, verify_part
 from ckptmgr.training.manager import CheckpointManager
 
 if TYPE_CHECKING:
     from ckptmgr.core.handle import SaveHandle
 
-__all__ = ["CheckpointConfig", "RayCheckpointManager", "load_reported"]
+__all__ = [
+    "CheckpointConfig",
+    "FleetVerification",
+    "RayCheckpointManager",
+    "load_reported",
+    "verify",
+]
 
 _KEY = "ckptmgr"
 
@@ -216,6 +225,70 @@ def load_reported(
         facts["directory"], config, prefix=facts["prefix"], **options
     ) as manager:
         return manager.load(facts["name"], state, only=only)
+
+
+def verify(
+    place: str | os.PathLike[str],
+    *,
+    parts: int | None = None,
+    level: str = "full",
+    series: str | None = None,
+    key: str | None = None,
+    public_keys: Sequence[str | os.PathLike[str]] = (),
+    allow_unencrypted: bool = False,
+    allow_unsealed: bool = False,
+    **options: Any,
+) -> FleetVerification:
+    """Verify the checkpoints of a directory by the workers of a Ray cluster.
+
+    Each part is a task of Ray, which schedules it, and repeats it when its worker dies
+    (`max_retries=`). A part that is not carried out after that is named in `failed`.
+
+    Args:
+        place: Directory that all workers see; or an address such as `s3://bucket/runs`.
+        parts: Number of tasks. None for two for each CPU of the cluster.
+        level: `quick`, `full` or `deep`.
+        series: Only this series.
+        key: Source of the key, which each worker reads: `env:NAME`, `file:/run/secrets/key` or
+            `cmd:COMMAND`. Never the key itself: Ray stores the arguments of tasks.
+        public_keys: Files of public keys whose signatures count, on each worker.
+        allow_unencrypted: With a key: accept plain files, too.
+        allow_unsealed: With a key: accept encrypted files that are not proven as a whole.
+        options: Of the tasks, as for `.options()` of a remote function of Ray: `num_cpus`,
+            `max_retries`, `runtime_env`.
+
+    Raises:
+        TypeError, ValueError: An argument is wrong; or `key` holds the bytes of a key.
+        CkptmgrError, OSError: All parts failed; the error of the first one.
+    """
+    if not ray.is_initialized():
+        ray.init()
+    if parts is None:
+        parts = max(1, 2 * int(ray.cluster_resources().get("CPU", 1)))
+    tasks = parts_of(
+        place,
+        parts,
+        level=level,
+        series=series,
+        key=key,
+        public_keys=public_keys,
+        allow_unencrypted=allow_unencrypted,
+        allow_unsealed=allow_unsealed,
+    )
+    function = ray.remote(verify_part).options(**{"name": "ckptmgr verify", **options})
+    waiting = [function.remote(task) for task in tasks]
+    return combined(tasks, [_outcome(one) for one in waiting])
+
+
+def _outcome(waiting: Any) -> Lines | BaseException:
+    outcome: Lines | BaseException
+    try:
+        outcome = ray.get(waiting)
+    except ray.exceptions.RayTaskError as error:
+        outcome = error.cause or error
+    except ray.exceptions.RayError as error:  # the worker died, its node was lost, ...
+        outcome = error
+    return outcome
 
 
 def _is_local() -> bool:

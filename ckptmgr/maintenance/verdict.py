@@ -63,6 +63,21 @@ class Status(enum.Enum):
     """Its bytes are not those that were saved."""
 
 
+EXIT_CODES: Mapping[Status, int] = MappingProxyType(
+    {
+        Status.DAMAGED: 1,
+        Status.MISSING: 1,
+        Status.INCOMPLETE: 1,
+        Status.UNREADABLE: 2,
+        Status.WRONG_KEY: 12,
+        Status.UNSEALED: 13,
+        Status.UNPROVEN: 13,
+        Status.PARTIAL: 3,
+    }
+)
+"""Exit codes of `verify`: the first status that occurs decides; 0 if none of them does."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """Result of checking one checkpoint.

@@ -17,6 +17,7 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointNotFound, UnsupportedCheckpoint, load_state
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
+from tests.cli.running import key_file
 from tests.kit.cuts import every_cut
 from tests.test_examples import MOST_LINES, lines_of
 
@@ -211,10 +212,13 @@ def test_example_runs_as_printed(tmp_path: Path) -> None:
 def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "docs" / "ray.md").read_text(encoding="utf-8")
-    first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    first, second, third = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     in_this_process = first.replace("num_workers=2", "num_workers=0")
     assert in_this_process != first
     exec(in_this_process, names)  # noqa: S102 - our own page
     exec(second, names)  # noqa: S102
     assert names["result"].metrics["loss"] < 1
+    source = key_file(tmp_path, hex_digits=bytes(32).hex())
+    exec(third.replace("file:/run/secrets/run-key", source), names)  # noqa: S102
+    assert names["found"].summary["statuses"] == {"ok": names["found"].summary["count"]}

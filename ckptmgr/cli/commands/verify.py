@@ -21,7 +21,6 @@ from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.urls import is_url
-from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
@@ -32,17 +31,6 @@ if TYPE_CHECKING:
 
 _STATUS_WIDTH = len("unverified")
 _SOUND = ("ok", "unverified", "plain")
-# The first that occurs decides the exit code.
-_CODES = (
-    ("damaged", Exit.NO),
-    ("missing", Exit.NO),
-    ("incomplete", Exit.NO),
-    ("unreadable", Exit.FAILED),
-    ("wrong key", Exit.KEY),
-    ("unsealed", Exit.REFUSED),
-    ("unproven", Exit.REFUSED),
-    ("partial", Exit.PARTLY),
-)
 
 
 @options.command(
@@ -140,9 +128,10 @@ def verify_command(
     Where the only key is that of the environment, and nothing in a directory is encrypted or
     authenticated, it is checked without the key and said to be plain.
     """
-    from ckptmgr.cli.foreign import checked_foreign, select_foreign
+    from ckptmgr.cli.foreign import select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import Selected, root_of, select
+    from ckptmgr.maintenance.foreign.check import checked_foreign
     from ckptmgr.maintenance.past_checks import recorder
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
@@ -295,11 +284,14 @@ def _show(
     *,
     is_in_lines: bool,
 ) -> int:
+    from ckptmgr.maintenance.json_fields import verification_json, verify_summary
+    from ckptmgr.maintenance.verdict import EXIT_CODES
+
     done: list[Verification] = []
     for answer in answers:
         done.append(answer)
         if is_in_lines:
-            output.json_line({"event": "verified", **_item(answer)})
+            output.json_line({"event": "verified", **verification_json(answer)})
         elif output.is_quiet and answer.status.value not in _SOUND:
             output.paths([answer.checkpoint.path])
         elif output.is_text:
@@ -312,20 +304,19 @@ def _show(
         [one.checkpoint for one in done if one.status.value in (*_SOUND, "partial")]
     )
     if output.is_json:
-        summary: dict[str, Json] = {
-            "level": level,
-            "count": len(done),
-            "statuses": dict(sorted(counts.items())),
-            "missing": missing,
-            "bundles": [str(path) for path in bundles],
-            "quarantined": [
+        summary = verify_summary(
+            level,
+            counts.elements(),
+            missing=missing,
+            bundles=[str(path) for path in bundles],
+            quarantined=[
                 str(into / path.name) for path, into in moved.items() if isinstance(into, Path)
             ],
-        }
+        )
         if is_in_lines:
             output.json_line({"event": "summary", **summary})
         else:
-            output.result([_item(answer) for answer in done], summary)
+            output.result([verification_json(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         output.line(f"{render.counted(len(done), 'checkpoint')} ({level}): {words}")
@@ -340,7 +331,7 @@ def _show(
             report(error, as_json=output.is_json)
     if missing:
         return Exit.NO
-    return next((code for word, code in _CODES if counts[word]), Exit.DONE)
+    return next((code for status, code in EXIT_CODES.items() if counts[status.value]), Exit.DONE)
 
 
 def _print(output: Output, answer: Verification) -> None:
@@ -357,18 +348,3 @@ def _print(output: Output, answer: Verification) -> None:
     output.line(render.state(word), " " * (_STATUS_WIDTH - len(word)), *parts)
     if answer.hint is not None:
         output.line(f"  hint: {answer.hint}")
-
-
-def _item(answer: Verification) -> dict[str, Json]:
-    return {
-        **render.checkpoint_json(answer.checkpoint),
-        "status": answer.status.value,
-        "problems": list(answer.problems),
-        "checked": list(answer.checked),
-        "unchecked": list(answer.unchecked),
-        "nonfinite": {
-            name: {"nan_count": nan_count, "inf_count": inf_count}
-            for name, (nan_count, inf_count) in answer.nonfinite.items()
-        },
-        "hint": answer.hint,
-    }

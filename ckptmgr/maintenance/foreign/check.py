@@ -22,8 +22,10 @@ import pickletools
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.formats.source import Source, read_bytes
@@ -33,6 +35,7 @@ from ckptmgr.maintenance.foreign.layouts import missing_shards
 from ckptmgr.maintenance.foreign.listing import DiskFolder
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.verdict import Level, Status, Verification
+from ckptmgr.store.store import Store
 
 _ZIP_MAGIC = b"PK\x03\x04"
 _ARCHIVES = (".pt", ".pth", ".bin", ".ckpt")
@@ -65,6 +68,24 @@ def verify_foreign(
         unchecked=(*check.unchecked, _NO_DIGEST),
         obstacle=check.obstacle,
     )
+
+
+def checked_foreign(store: Store, one: ForeignCheckpoint, level: Level) -> Verification:
+    """Check a checkpoint of another tool; with keys, which it cannot prove, it is unproven."""
+    answer = verify_foreign(store.fs, one, level=level)
+    if needs_proof(store.trust) and answer.status is Status.UNVERIFIED:
+        return replace(
+            answer,
+            status=Status.UNPROVEN,
+            problems=("no key proves what another tool wrote",),
+            hint=ACCEPT_UNENCRYPTED_HINT,
+        )
+    return answer
+
+
+def needs_proof(trust: Trust) -> bool:
+    """Return whether keys were given, which prove nothing that another tool wrote."""
+    return (trust.keys is not None or bool(trust.trusted_keys)) and not trust.allow_unencrypted
 
 
 class _Check:
