@@ -29,8 +29,8 @@ def url_without_path(path: object) -> ValueError:
     """Return the error for an address in the place of a local path."""
     return ValueError(
         f"{_shown(path)} is the address of an object store, and a path on this machine is wanted; "
-        "keep the checkpoints in a local directory and upload them with "
-        "CheckpointManager(directory, mirror=URL), or copy them with ckptmgr copy SEL URL and ckptmgr copy URL DIR"
+        "CheckpointManager(URL) saves there, CheckpointManager(directory, mirror=URL) uploads what it saves here, and "
+        "ckptmgr copy SEL URL and ckptmgr copy URL DIR copy checkpoints"
     )
 
 

@@ -492,7 +492,9 @@ def _carry_out(
         size_bytes=manifest.file.digest.size_bytes,
         passed_s=time.perf_counter() - started,
     )
+    committing = time.perf_counter()
     checkpoint = begun.commit(manifest)
+    stats.commit_s += time.perf_counter() - committing  # an upload, or the votes of the ranks
     if blocked_since is not None:
         stats.blocked_s = time.perf_counter() - blocked_since
     watch.durable(checkpoint.path)

@@ -56,16 +56,18 @@ class RemoteFiles:
         """Return name to status of manifests, and of the data files that they name."""
         data = {one.key: one for one in self._objects.list(DATA)}
         found = {one.key: one for one in self._objects.list() if one.key.endswith(SUFFIX)}
-        fresh = [one for one in found.values() if self._is_new(one)]
+        known = dict(self._manifests)  # another thread may list, too
+        fresh = [one for one in found.values() if known.get(one.key, (None,))[0] != one]
         with ThreadPoolExecutor(_READERS) as pool:
             for one, content in zip(fresh, pool.map(self._get, fresh), strict=True):
                 if content is None:
                     del found[one.key]  # removed meanwhile
                 else:
-                    self._manifests[one.key] = (one, content)
+                    known[one.key] = (one, content)
+        self._manifests = {key: known[key] for key in found}
         entries = {key: _status(one) for key, one in found.items()}
         for key in found:
-            entries |= self._data_of(key, data)
+            entries |= self._data_of(key, known[key][1], data)
         return entries
 
     def status(self, path: Path) -> FileStatus | None:
@@ -152,18 +154,16 @@ class RemoteFiles:
     def pause(self, seconds: float) -> None:
         """Do nothing: the library has tried again already."""
 
-    def _is_new(self, one: StoredObject) -> bool:
-        known = self._manifests.get(one.key)
-        return known is None or known[0] != one
-
     def _get(self, one: StoredObject) -> bytes | None:
         try:
             return self._objects.get(one.key)
         except FileNotFoundError:
             return None
 
-    def _data_of(self, key: str, data: Mapping[str, StoredObject]) -> dict[str, FileStatus]:
-        manifest = self._decoded(key, self._manifests[key][1])
+    def _data_of(
+        self, key: str, content: bytes, data: Mapping[str, StoredObject]
+    ) -> dict[str, FileStatus]:
+        manifest = self._decoded(key, content)
         if manifest is None:
             return {}
         keys = {entry.name: data_key(manifest, entry) for entry in entries_of(manifest)}

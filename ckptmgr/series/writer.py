@@ -73,10 +73,11 @@ class BegunSave:
 
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Record the published file; return its checkpoint."""
-        return self._writer.note_saved(manifest)
+        return self._writer.publish(manifest)
 
     def abandon(self, error: Exception) -> None:
         """Record that the save failed; it left no file."""
+        self._writer.note_failed(error)
 
     def end(self) -> None:
         """Apply the retention policy of the job; call it only after the checkpoint is durable."""
@@ -90,7 +91,8 @@ class SeriesWriter:
     `ways_out` ends the warning of a run that was not resumed.
 
     `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
-    some seconds. `run_id` is random by default. `rank_files` are cleaned up, too.
+    some seconds. `run_id` is random by default. `rank_files` are cleaned up, too. `listing` is the
+    directory that is listed and read, if another one than `store`, into which files are written.
     """
 
     ways_out = (
@@ -109,8 +111,10 @@ class SeriesWriter:
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         rank_files: RankFiles | None = None,
+        listing: Store | None = None,
     ) -> None:
         self.store = store
+        self.listing = store if listing is None else listing
         self._rank_files = rank_files
         self.series = series
         self.options = options
@@ -124,7 +128,7 @@ class SeriesWriter:
         self._monotonic = monotonic
         self._pause = pause
         self._observers = observers
-        self._followed = FollowedHistory(store)
+        self._followed = FollowedHistory(self.listing)
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
@@ -156,7 +160,7 @@ class SeriesWriter:
         self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the first candidate that loads; see `candidates.first_that_loads`."""
-        found = first_that_loads(candidates, self.store.fs)
+        found = first_that_loads(candidates, self.listing.fs)
         self._note_damaged(found[2])
         return found
 
@@ -285,9 +289,7 @@ class SeriesWriter:
         """
         self.open()
         options = job.options or self.options
-        last = self._last_saved
-        near = None if last is None else self.store.scan_near(job.facts.step, last.sequence)
-        present = self.store.scan() if near is None else near
+        present = self.present_at(job.facts.step)
         name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
         facts = replace(job.facts, attempt=attempt)
         draft = self.draft(name, options, facts, place=self.next_place(facts, present))
@@ -300,6 +302,12 @@ class SeriesWriter:
             metadata=job.metadata,
         )
         return BegunSave(self, job, order)
+
+    def present_at(self, step: int) -> Sequence[Checkpoint]:
+        """Return the checkpoints that decide name, number and predecessor of a save."""
+        last = self._last_saved
+        near = None if last is None else self.listing.scan_near(step, last.sequence)
+        return self.listing.scan() if near is None else near
 
     def save(
         self,
@@ -321,6 +329,13 @@ class SeriesWriter:
             begun.abandon(error)
             raise
         return begun.commit(manifest)
+
+    def publish(self, manifest: Manifest) -> Checkpoint:
+        """Make a checkpoint of a written file, which here it is already; return it."""
+        return self.note_saved(manifest)
+
+    def note_failed(self, error: Exception) -> None:
+        """Add a note to the error of a file that could not be written, where that helps."""
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> SavePosition:
         """Return the position of the next save; `present` lists the directory."""
@@ -350,7 +365,7 @@ class SeriesWriter:
             "%s: this run was not resumed, and its first save is of step %d, but %s has reached step %d (%s). The "
             "checkpoints of both stay: each run is counted by itself, and latest and resume() mean step %d. To continue "
             "it, %s",
-            self.store.directory,
+            self.listing.directory,
             step,
             meant,
             reached.step,
@@ -382,12 +397,12 @@ class SeriesWriter:
 
     def note_saved(self, manifest: Manifest) -> Checkpoint:
         """Record the last durable save, which retention keeps."""
-        self._last_saved = manifest.to_checkpoint(self.store.directory)
+        self._last_saved = manifest.to_checkpoint(self.listing.directory)
         return self._last_saved
 
     def own_history(self) -> list[Checkpoint]:
         """Return the checkpoints of this run and of the runs that it continues, as one series."""
-        return self._own(self.store.scan())
+        return self._own(self.listing.scan())
 
     def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
         lineage = self.own_runs
@@ -409,7 +424,7 @@ class SeriesWriter:
         Raises:
             UnsafePrune: The policy is refused.
         """
-        return self._judged(policy, self._own(self.store.scan()))[0]
+        return self._judged(policy, self._own(self.listing.scan()))[0]
 
     def _judged(
         self, policy: RetentionPolicy, own: Sequence[Checkpoint]
@@ -428,7 +443,7 @@ class SeriesWriter:
         found = self._followed.dropped(basis, self._known, self._utc_now(), protected=protected)
         if found is not None:
             return found
-        present = self.store.scan()
+        present = self.listing.scan()
         own = self._own(present)
         decided, applied = self._judged(policy, own)
         if applied is policy or self._has_said_unranked:
@@ -449,6 +464,9 @@ class SeriesWriter:
         if self._last_saved is not None:
             protected[self._last_saved.path] = "saved last"
         return protected
+
+    def check_can_change(self) -> None:
+        """Raise UnsupportedCheckpoint where no manifest can be changed after its save."""
 
     def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         """Add metrics to a committed checkpoint, on rank 0; log a failure."""
@@ -476,10 +494,10 @@ class SeriesWriter:
         try:
             with defer_signals(), self.changing:
                 decided = self._decided(policy)
-                failures = self._remove(decided.dropped, decided.present, needed=decided.needed)
+                failures = self.remove(decided.dropped, decided.present, needed=decided.needed)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
-            self._observers.emit("prune", error, path=self.store.directory, series=self.series)
+            self._observers.emit("prune", error, path=self.listing.directory, series=self.series)
             return None
         for failure in failures:
             _LOG.warning("retention: %s", failure)
@@ -494,7 +512,7 @@ class SeriesWriter:
         """
         try:
             with defer_signals(), self.changing:
-                present = self.store.scan()
+                present = self.listing.scan()
                 replaced = replaced_emergencies(
                     newest, present, self.own_runs, has_restarts=has_restarts
                 )
@@ -504,7 +522,7 @@ class SeriesWriter:
                     if self.resumed_from is None or one.path != self.resumed_from.path
                 ]
                 needed = [one for one in present if one.path == newest.path]
-                failures = self._remove(dropped if needed else [], present, needed=needed)
+                failures = self.remove(dropped if needed else [], present, needed=needed)
         except OSError as error:
             failures = [error]
         for failure in failures:
@@ -516,7 +534,7 @@ class SeriesWriter:
         self._observers.emit(
             "prune",
             failures[0] if failures else None,
-            path=self.store.directory,
+            path=self.listing.directory,
             series=self.series,
             seconds=seconds,
             figures={
@@ -527,7 +545,7 @@ class SeriesWriter:
             notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
         )
 
-    def _remove(
+    def remove(
         self,
         dropped: Sequence[Checkpoint],
         present: Sequence[Checkpoint],

@@ -75,6 +75,7 @@ class Catalog:
     ) -> None:
         if not self._writer.is_first:
             return
+        self._writer.check_can_change()
         name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
         self._writer.open()
         with self._writer.changing:

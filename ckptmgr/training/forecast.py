@@ -90,7 +90,7 @@ class Forecaster:
     def forecast(self, writer: SeriesWriter, save_bytes: int) -> Forecast:
         """Return the forecast of a run whose checkpoints have this size."""
         demand = demand_of(self._config, save_bytes, available_bytes=available_memory_bytes())
-        fs, place = writer.store.fs, writer.store.directory
+        fs, place = writer.listing.fs, writer.listing.directory
         while fs.status(place) is None and place != place.parent:
             place = place.parent
         present_bytes = sum(checkpoint.size_bytes for checkpoint in writer.own_history())

@@ -44,6 +44,7 @@ from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.state import as_held_here
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
@@ -52,6 +53,7 @@ from ckptmgr.parallel.team import policy_of_all, team_for
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step, is_saved
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
+from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
 from ckptmgr.training.catalog import Catalog
 from ckptmgr.training.data_state import Batches, DataState
 from ckptmgr.training.forecast import Forecaster
@@ -78,7 +80,9 @@ class CheckpointManager:
     """Saves, verifies, prunes and restores the checkpoints of one training run.
 
     Args:
-        directory: Directory of the checkpoints; created on the first save.
+        directory: Directory of the checkpoints; created on the first save. Or the address of an
+            object store, such as `s3://bucket/run`: a save is written into the temporary folder
+            (TMPDIR), and is durable once it is uploaded; see `docs/object-stores.md`.
         config: When and how to save, what to keep; the same as for `ModelCheckpoint`.
         prefix: Name of the series; file names are `<prefix>-<step>.<format>`.
         save_policy: Replaces the steps and seconds of the configuration.
@@ -147,7 +151,7 @@ class CheckpointManager:
     ) -> None:
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
-        given, checked = check_directory(directory), check_config(config)
+        given, checked = checked_place(directory), check_config(config)
         team = team_for(
             checked,
             coordinator=coordinator,
@@ -157,7 +161,10 @@ class CheckpointManager:
             balance=balance,
             context=context,
         )
-        place = check_directory(team.own_directory(given))
+        is_remote = is_url(given)
+        if is_remote:
+            check_at_address(given, team=team, has_mirror=mirror is not None)
+        place = given if is_remote else check_directory(team.own_directory(given))
         check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
         policy = save_policy if save_policy is not None else checked.save_policy()
         self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
@@ -271,6 +278,8 @@ class CheckpointManager:
         check_is_bool("allow_bare", allow_bare)
         if allow_bare and start == "new":
             raise ValueError("allow_bare has no effect with start='new', which takes no checkpoint")
+        if allow_bare and is_url(self.directory):
+            raise ValueError(NO_BARE_FILES)
         from ckptmgr.training.resume import resume_state, start_fresh
 
         with self._observers.timed("resume", series=self.prefix) as facts:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.trust import Trust
+from ckptmgr.core.urls import is_url
 from ckptmgr.engine.engine import SaveEngine, engine_for
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
@@ -53,13 +54,19 @@ class RunParts:
         )
 
     def writer(self, directory: Path, series: str, *, has_epochs: bool = False) -> SeriesWriter:
-        """Return the writer of a series; the directory does not change yet.
+        """Return the writer of a series; the directory or address does not change yet.
 
         `has_epochs` says whether the file names contain an epoch.
 
         Raises:
             ValueError: The name is too long for the file system.
         """
+        address = str(directory)
+        is_remote = is_url(address)
+        if is_remote:
+            from ckptmgr.remote.staging import staging_directory
+
+            directory = staging_directory(address, series)
         check_name_lengths(
             directory,
             series,
@@ -76,6 +83,12 @@ class RunParts:
             clock=time.time if ranks is None else clock,
             file_mode=options.file_mode,
         )
+        if is_remote:
+            from ckptmgr.remote.writer import RemoteWriter
+
+            return RemoteWriter(
+                address, store, series, options=options, clock=clock, observers=self.observers
+            )
         if ranks is None:
             return SeriesWriter(
                 store, series, options=options, clock=clock, observers=self.observers
@@ -102,7 +115,7 @@ class RunParts:
             world=1 if ranks is None else ranks.world,
         )
         return SeriesReader(
-            writer.store,
+            writer.listing,
             writer.series,
             options=options,
             slicer=self.team.slicer,

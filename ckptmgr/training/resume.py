@@ -223,11 +223,11 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
     if checkpoint is None or loaded is None:
         _refuse_to_start_beside(skipped, writer.store.trust)
         for hint in why_nothing(present, candidates.is_own):
-            _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
+            _LOG.warning("%s: nothing to resume as %r: %s", writer.listing.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
     others = about_others(checkpoint, lines_of(c for c in present if candidates.is_own(c)))
     if others is not None:
-        _LOG.warning("%s: resuming one of several runs: %s", writer.store.directory, others)
+        _LOG.warning("%s: resuming one of several runs: %s", writer.listing.directory, others)
     doubts = (_doubt(checkpoint, present), doubt_of(skipped), others)
     return Found(
         newest=(checkpoint, loaded),

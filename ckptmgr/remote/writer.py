@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`RemoteWriter`: writes a series at the address of an object store.
+
+A save is written into a folder of this machine, as into any directory, and uploaded from there.
+It is committed when its manifest is created at the address, and not before; then the file here is
+removed. So a run needs room here for one checkpoint.
+
+An object store has no locks. A run that finds a checkpoint of another run, which was saved since
+this one began, refuses to save: of two runs that save at once, one goes on. Two runs of one machine
+are kept apart by the lease of the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.notes import add_note
+from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.observe.observers import Observers
+from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.remote.directory import RemoteDirectory
+from ckptmgr.remote.filesystem import remote_store
+from ckptmgr.remote.objects import open_objects
+from ckptmgr.remote.staging import clear, discard_staged, prepare_folder_of_user
+from ckptmgr.series.followed_history import Retained
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class RemoteWriter(SeriesWriter):
+    """The writer of a series at an address; `store` is the folder here, `listing` what is there."""
+
+    def __init__(
+        self,
+        url: str,
+        store: Store,
+        series: str,
+        *,
+        options: SaveOptions,
+        clock: Callable[[], float],
+        observers: Observers,
+    ) -> None:
+        objects = open_objects(url)
+        self._directory = RemoteDirectory(objects, clock=clock)
+        self._process = os.getpid()
+        self._highest: int | None = None
+        self._has_swept = False
+        super().__init__(
+            store,
+            series,
+            options=options,
+            clock=clock,
+            observers=observers,
+            listing=remote_store(objects, trust=store.trust),
+        )
+
+    def open(self) -> None:
+        """Take the lease of the folder here, and remove what a killed run has left in it.
+
+        Raises:
+            SaveFailed: The process was forked since the manager was made.
+            StoreLocked: Another live process of this machine writes this series.
+            PermissionError: The folder is not that of this user alone.
+        """
+        if os.getpid() != self._process:
+            raise SaveFailed(
+                "connections to an object store do not survive a fork",
+                path=self.listing.directory,
+                hint="save in the process that made the manager, or start workers with spawn",
+            )
+        prepare_folder_of_user(self.store.directory.parent)
+        super().open()
+
+    def clean_up(self) -> list[str]:
+        """Remove what a killed run has left here; return one sentence per action."""
+        sentences = super().clean_up()
+        clear(self.store)
+        return sentences
+
+    def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
+        """Continue the run of a checkpoint; what is there now counts as saved before this run."""
+        super().continue_from(checkpoint, manifest)
+        self._highest = _highest(self._of_series(self.listing.scan()))
+
+    def start_anew(self) -> None:
+        """Begin beside what is there now, which counts as saved before this run."""
+        super().start_anew()
+        self._highest = _highest(self._of_series(self.listing.scan()))
+
+    def present_at(self, step: int) -> Sequence[Checkpoint]:
+        """Return the checkpoints that are there.
+
+        Raises:
+            StoreLocked: Another run has saved since this one began.
+        """
+        present = self.listing.scan()
+        found = self._of_series(present)
+        if self._highest is None:
+            self._highest = _highest(found)
+        for one in found:
+            if self._is_of_rival(one, self._highest):
+                raise StoreLocked(
+                    f"another run writes this series: it saved step {one.step} at {one.saved_at:%Y-%m-%d %H:%M:%S} "
+                    "UTC, after this run began; nothing was saved",
+                    path=one.path,
+                    hint="end one of the two, or give this run an address of its own; resume() goes on from what is there",
+                )
+        return present
+
+    def publish(self, manifest: Manifest) -> Checkpoint:
+        """Upload a written file; return its checkpoint once its manifest is there.
+
+        Raises:
+            UnsafeWrite: Another checkpoint has taken the name meanwhile.
+            OSError: From the disk or the network; whether it was saved shows in the listing.
+        """
+        try:
+            self._directory.upload(self.store, manifest.name)
+        finally:
+            discard_staged(self.store, manifest.name)
+        return self.note_saved(manifest)
+
+    def note_failed(self, error: Exception) -> None:
+        """Add to the error of the disk here how another one is chosen."""
+        if isinstance(error, OSError):
+            add_note(
+                error,
+                f"ckptmgr: a save to {self.listing.directory} is written into {self.store.directory} first, and needs room "
+                "for one checkpoint there; TMPDIR names another folder",
+            )
+
+    def retain(self, policy: RetentionPolicy) -> Retained | None:
+        """Apply a retention policy there; once in each run also remove old data of no checkpoint."""
+        retained = super().retain(policy)
+        if not self._has_swept:
+            try:
+                self._directory.sweep()
+                self._has_swept = True
+            except OSError as error:
+                _LOG.warning("retention: %s", error)
+        return retained
+
+    def remove(
+        self,
+        dropped: Sequence[Checkpoint],
+        present: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint],
+    ) -> Sequence[Exception]:
+        """Remove checkpoints because of the `needed` ones that stay; return what failed."""
+        if not dropped:
+            return []
+        try:
+            self.listing.check_not_all(dropped, present)
+            self.listing.check_needed(needed)
+            self._directory.remove(dropped)
+        except (CkptmgrError, OSError) as error:
+            return [error]
+        return []
+
+    def check_can_change(self) -> None:
+        """Raise: a manifest there is created and removed, but never replaced."""
+        raise UnsupportedCheckpoint(
+            "pins, and metrics after the save, have no effect in an object store: manifests there are not changed",
+            path=self.listing.directory,
+            hint="give the metrics to save(), or keep the run in a directory with mirror=URL",
+        )
+
+    def _of_series(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
+        return [one for one in present if one.series == self.series and one.run_id]
+
+    def _is_of_rival(self, one: Checkpoint, highest: int) -> bool:
+        """Return whether another run has saved a checkpoint since this one began.
+
+        Of two runs that commit the same number at once, that with the smaller id goes on.
+        """
+        last = self._last_saved
+        if one.run_id == self.run_id or one.sequence <= highest:
+            return False
+        if last is None or one.sequence != last.sequence:
+            return last is None or one.sequence > last.sequence
+        return (one.run_id or "") < self.run_id
+
+
+def _highest(present: Sequence[Checkpoint]) -> int:
+    return max((one.sequence for one in present), default=-1)

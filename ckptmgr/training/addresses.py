@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose directory is the address of an object store: what has no effect there is refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ckptmgr.core.names import check_directory
+from ckptmgr.core.urls import is_url
+from ckptmgr.parallel.team import Team
+
+NO_BARE_FILES = (
+    "allow_bare has no effect in an object store, where data without a manifest has no name"
+)
+
+
+def checked_place(directory: str | os.PathLike[str]) -> Path:
+    """Return the directory of a run, or its address as `UrlPath`.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: It is neither.
+    """
+    from ckptmgr.remote.paths import UrlPath
+
+    if isinstance(directory, UrlPath) or (isinstance(directory, str) and is_url(directory)):
+        from ckptmgr.remote.objects import checked_url
+
+        return UrlPath(checked_url(str(directory)))
+    return check_directory(directory)
+
+
+def check_at_address(place: Path, *, team: Team, has_mirror: bool) -> None:
+    """Raise ValueError for an option without effect in a run that saves to an address."""
+    start = f"has no effect in a run that saves to {place}"
+    if team.is_many:
+        raise ValueError(
+            f"coordinator {start}: many ranks write one checkpoint; save into a directory that they share, and upload it "
+            "beside the run with ckptmgr copy SEL URL"
+        )
+    if has_mirror:
+        raise ValueError(
+            f"mirror {start}: every save is uploaded before it counts as saved; for copies beside a directory give the "
+            "directory"
+        )
+    placement = team.placement
+    if team.strategy is not None or (placement is not None and not placement.is_alone):
+        raise ValueError(
+            f"context {start}: strategy files and rank folders are written into directories; save into one, and upload it "
+            "with mirror=URL"
+        )
