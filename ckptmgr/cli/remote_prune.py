@@ -45,18 +45,22 @@ def prune_remote(
         )
     if only_shows or not output.is_quiet:
         view.plan(proposal)
-    if only_shows or proposal.is_empty:
+    if only_shows:
         view.result(proposal, None)
         return Exit.NO if check and proposal.dropped else Exit.DONE
     dropped = render.counted(len(proposal.dropped), "checkpoint")
-    if not yes and not options.confirm(f"Remove {dropped} for good?", refusal=UnsafePrune):
+    # Also without checkpoints to remove: there may be what an interrupted removal left.
+    is_empty = proposal.is_empty
+    if not (is_empty or yes) and not options.confirm(
+        f"Remove {dropped} for good?", refusal=UnsafePrune
+    ):
         note("nothing was changed")
         return Exit.NO
     directory = RemoteDirectory(open_objects(str(store.directory)), clock=session.clock)
     outcome = prune_now(directory, store, proposal)
     for sentence in outcome.notes:
         note(sentence)
-    view.result(proposal, outcome)
+    view.result(proposal, None if is_empty else outcome)
     codes = [report(error, as_json=output.is_json) for error in outcome.failures]
     if not codes:
         return Exit.DONE

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.maintenance.prune import Proposal, PruneResult, check_unchanged
-from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.directory import LEFTOVER_AGE, RemoteDirectory
 from ckptmgr.observe.observers import REGISTERED
+from ckptmgr.remote.leftovers import leftovers
 from ckptmgr.store.store import Store
 
 
@@ -32,6 +33,12 @@ def prune_now(directory: RemoteDirectory, listing: Store, proposal: Proposal) ->
             outcome.failures.append(error)
         else:
             outcome.notes += [f"removed {one.key}: no manifest names it" for one in swept]
+            left = leftovers(directory, listing.scan())
+            if left:
+                outcome.notes.append(
+                    f"{len(left)} data files that no manifest names stay until they are {LEFTOVER_AGE.days} days old, "
+                    "because an upload may be about to use them; ckptmgr ls --all lists them"
+                )
         facts["figures"] = {
             "kept": len(proposal.kept),
             "dropped": len(outcome.removed),

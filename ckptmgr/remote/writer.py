@@ -20,11 +20,11 @@ from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, Unsupport
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.requests import open_objects
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.remote.directory import RemoteDirectory
-from ckptmgr.remote.filesystem import remote_store
-from ckptmgr.remote.objects import open_objects
 from ckptmgr.remote.staging import clear, discard_staged, prepare_folder_of_user
 from ckptmgr.series.followed_history import Retained
 from ckptmgr.series.writer import SeriesWriter

@@ -21,10 +21,10 @@ def checked_place(directory: str | os.PathLike[str]) -> Path:
     Raises:
         TypeError, ValueError, NotADirectoryError: It is neither.
     """
-    from ckptmgr.remote.paths import UrlPath
+    from ckptmgr.objects.paths import UrlPath
 
     if isinstance(directory, UrlPath) or (isinstance(directory, str) and is_url(directory)):
-        from ckptmgr.remote.objects import checked_url
+        from ckptmgr.objects.requests import checked_url
 
         return UrlPath(checked_url(str(directory)))
     return check_directory(directory)

@@ -59,12 +59,21 @@ def test_address_that_is_no_text_is_refused() -> None:
         checked_url(Path("runs"))
 
 
-@pytest.mark.parametrize("place", [_URL, Path(_URL)])
-def test_run_refuses_an_address_as_its_directory(place: str | Path) -> None:
+def test_run_refuses_a_path_that_was_an_address() -> None:
+    with pytest.raises(ValueError, match=r"CheckpointManager\(URL\) saves there"):
+        CheckpointManager(Path(_URL))
+
+
+@pytest.mark.parametrize("place", [_URL, str(Path(_URL))])
+def test_callback_refuses_an_address_as_its_directory(place: str) -> None:
     with pytest.raises(ValueError, match="mirror=URL"):
+        ModelCheckpoint(directory=place)
+
+
+@pytest.mark.parametrize("place", ["http://host/run", "s3:/bucket/run", "s3:///run"])
+def test_run_refuses_an_address_that_is_none(place: str) -> None:
+    with pytest.raises(ValueError, match="s3://bucket/run"):
         CheckpointManager(place)
-    with pytest.raises(ValueError, match="mirror=URL"):
-        ModelCheckpoint(directory=str(place))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +94,10 @@ def test_function_that_takes_a_file_refuses_an_address(call: Callable[[], object
 
 
 def test_refusal_shows_no_password() -> None:
-    with pytest.raises(ValueError, match="is the address") as caught:
-        CheckpointManager("s3://user:secret@bucket/run")
-    assert "secret" not in str(caught.value)
+    for make in (CheckpointManager, lambda place: ModelCheckpoint(directory=place)):
+        with pytest.raises(ValueError, match="address") as caught:
+            make("s3://user:secret@bucket/run")
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -108,13 +118,14 @@ def test_command_that_takes_paths_only_refuses_an_address(command: tuple[str, ..
     assert "ckptmgr copy URL DIR" in result.stderr, result.stderr
 
 
-def test_missing_library_is_named_with_the_way_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["'runs', mirror='s3://b/run'", "'s3://b/run'"])
+def test_missing_library_is_named_with_the_way_out(call: str) -> None:
     program = f"""
 import sys
 sys.modules["obstore"] = None
 from ckptmgr import CheckpointManager, CkptmgrError
 try:
-    CheckpointManager({str(tmp_path)!r}, mirror={_URL!r})
+    CheckpointManager({call})
 except CkptmgrError as error:
     print(error)
 """
