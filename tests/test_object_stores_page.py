@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -24,8 +25,10 @@ pytestmark = pytest.mark.skipif(
 def test_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    exec(compile(example, str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    examples = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    assert len(examples) == 2
+    exec(compile("".join(examples), str(PAGE), "exec"), {"__name__": "example"})  # noqa: S102
 
 
 def test_figures_of_the_page_are_those_of_the_code() -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import parse_on_error
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 
 _Refusal = tuple[str, str]
 """The option, and why it has no effect and what to do instead."""
@@ -31,6 +32,13 @@ def check_for_manager(config: CheckpointConfig, *, is_many: bool, has_layout: bo
             ("remove_redundancy", "one process has no copies on other ranks: give a coordinator")
         )
     _refuse("CheckpointManager", refused)
+
+
+def check_for_address(config: CheckpointConfig) -> None:
+    """Raise ValueError for an option without effect in a run that saves to an object store."""
+    if config.file_mode != DEFAULT_FILE_MODE:
+        why = "an object has no permission bits: the policy of the bucket says who may read it"
+        _refuse("a run that saves to an address", [("file_mode", why)])
 
 
 def check_for_callback(config: CheckpointConfig, *, has_layout: bool) -> None:

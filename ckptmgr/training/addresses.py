@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.surfaces import check_for_address
 from ckptmgr.core.names import check_directory
 from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
@@ -30,8 +32,11 @@ def checked_place(directory: str | os.PathLike[str]) -> Path:
     return check_directory(directory)
 
 
-def check_at_address(place: Path, *, team: Team, has_mirror: bool) -> None:
+def check_at_address(
+    place: Path, config: CheckpointConfig, *, team: Team, has_mirror: bool
+) -> None:
     """Raise ValueError for an option without effect in a run that saves to an address."""
+    check_for_address(config)
     start = f"has no effect in a run that saves to {place}"
     if team.is_many:
         raise ValueError(

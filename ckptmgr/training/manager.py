@@ -163,7 +163,7 @@ class CheckpointManager:
         )
         is_remote = is_url(given)
         if is_remote:
-            check_at_address(given, team=team, has_mirror=mirror is not None)
+            check_at_address(given, checked, team=team, has_mirror=mirror is not None)
         place = given if is_remote else check_directory(team.own_directory(given))
         check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
         policy = save_policy if save_policy is not None else checked.save_policy()

@@ -483,6 +483,8 @@ def test_option_without_effect_at_an_address_is_refused_by_name(tmp_path: Path) 
     }.items():
         with pytest.raises(ValueError, match=f"{name} has no effect in a run that saves to {url}"):
             CheckpointManager(url, **options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="file_mode has no effect in a run that saves to an addr"):
+        CheckpointManager(url, CheckpointConfig(file_mode=0o640))
     with (
         pytest.raises(ValueError, match="allow_bare has no effect in an object store"),
         CheckpointManager(url) as manager,
