@@ -7,6 +7,7 @@ saves and loads of the process share a few buffers, which are made once.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -19,11 +20,30 @@ from ckptmgr.crypto.buffers import new_pages
 GIL_FREE_COPY_BYTES = 1 << 16
 
 
+class _Place:
+    """Room for one buffer that is not made yet; one that is lost returns to its pool."""
+
+    __slots__ = ("_free", "is_filled")
+
+    def __init__(self, free: weakref.ref[_Free]) -> None:
+        self._free = free
+        self.is_filled = False
+
+    def __del__(self) -> None:
+        free = self._free()
+        if free is not None and not self.is_filled:
+            free.put(_Place(self._free))
+
+
+_Free = queue.SimpleQueue["memoryview | _Place"]
+
+
 class BufferPool:
     """At most `count` buffers of `size_bytes`, made when first needed.
 
     `take` waits until a buffer is free: a thread that has one must not wait for another of the same
-    pool.
+    pool. Ctrl-C may come between the taking of a buffer and the block that gives it back: one that
+    nothing refers to any more returns by itself, or the saves after it would wait for ever.
     """
 
     def __init__(self, count: int, size_bytes: int) -> None:
@@ -35,27 +55,42 @@ class BufferPool:
 
     def forget_parent(self) -> None:
         """Make all buffers again: in a forked child no thread gives back those that were lent."""
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._unmade = self._count
-        self._lock = threading.Lock()
+        self._free: _Free = queue.SimpleQueue()
+        self._unmade: queue.SimpleQueue[_Place] = queue.SimpleQueue()
+        self._made: dict[int, weakref.ref[memoryview]] = {}
+        self._numbers = itertools.count()
         self._taking_many = threading.Lock()
+        for _ in range(self._count):
+            self._unmade.put(_Place(weakref.ref(self._free)))
 
     @property
     def made_bytes(self) -> int:
         """Bytes of the buffers that exist."""
-        return (self._count - self._unmade) * self._size_bytes
+        return len(self._made) * self._size_bytes
 
     def take(self) -> memoryview:
         """Return a buffer; wait for one if all are in use."""
+        found: memoryview | _Place
         try:
-            return self._free.get_nowait()
+            found = self._free.get_nowait()
         except queue.Empty:
-            pass
-        with self._lock:
-            must_make, self._unmade = self._unmade > 0, max(0, self._unmade - 1)
-        if must_make:
-            return new_pages(self._size_bytes)
-        return self._free.get()
+            try:
+                found = self._unmade.get_nowait()
+            except queue.Empty:
+                found = self._free.get()
+        return self._fill(found) if isinstance(found, _Place) else found
+
+    def _fill(self, place: _Place) -> memoryview:
+        buffer = new_pages(self._size_bytes)
+        number, made, free = next(self._numbers), self._made, weakref.ref(self._free)
+
+        def lost(_: object) -> None:
+            made.pop(number, None)
+            _Place(free)  # which nothing refers to
+
+        made[number] = weakref.ref(buffer, lost)
+        place.is_filled = True
+        return buffer
 
     def take_many(self, count: int) -> list[memoryview]:
         """Return several buffers, at most all of the pool; wait until they are free."""
