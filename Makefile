@@ -119,9 +119,14 @@ $(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
 # COVERAGE=1 notes which branches the tests reach; `make coverage` then judges them.
 COVERAGE ?=
 .PHONY: test
-test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS=..., JOBS=2)
+test: $(VENV)/.stamp-test ## run the tests but the slow ones (PYTEST_ARGS=..., JOBS=2)
 	@$(if $(COVERAGE),$(PY) -m coverage erase)
-	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
+	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
+
+# Each takes a second of processor time or more; all together two fifths of the time of all tests.
+.PHONY: test-slow
+test-slow: $(VENV)/.stamp-test ## run the slow tests
+	@$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) -m slow $(PYTEST_ARGS)
 
 # -rs names what this machine could not run.
 .PHONY: test-strace
@@ -140,6 +145,7 @@ man: $(VENV)/.stamp-test ## write the man pages into build/man
 .PHONY: coverage
 coverage: ## run the tests and enforce the branch coverage we promise
 	@$(MAKE) --no-print-directory test COVERAGE=1
+	$(MAKE) --no-print-directory test-slow COVERAGE=1
 	$(MAKE) --no-print-directory coverage-report
 
 .PHONY: coverage-report

@@ -74,6 +74,7 @@ def test_tools_beside_the_oldest_versions_are_those_of_the_other_tests() -> None
     assert {tool: oldest.get(tool) for tool in tools} == {tool: newest[tool] for tool in tools}
 
 
+@pytest.mark.slow
 def test_dependencies_are_all_imported() -> None:
     names = {Requirement(text).name for text in settings()["project"]["dependencies"]}
     assert names - imported_modules() == set()

@@ -46,6 +46,7 @@ def lines_of(text: str) -> int:
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_example_is_at_most_three_lines_longer_and_trains_alike(name: str, tmp_path: Path) -> None:
     needs(name)
@@ -60,6 +61,7 @@ def test_example_is_at_most_three_lines_longer_and_trains_alike(name: str, tmp_p
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_example_runs_as_printed_and_again(name: str, tmp_path: Path) -> None:
     needs(name)

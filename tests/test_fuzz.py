@@ -75,6 +75,7 @@ def test_target_accepts_most_of_its_seeds(target: Target) -> None:
     assert ("value" in outcomes) is not is_never_accepted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "report"),
     [
@@ -114,6 +115,7 @@ def test_next_run_goes_on_from_the_corpus(tmp_path: Path) -> None:
     assert {judge(POLICY, data)[0] for data in kept} == {judge(POLICY, d)[0] for d in learnt.new}
 
 
+@pytest.mark.slow
 def test_command_adds_up_what_all_runs_did(tmp_path: Path) -> None:
     arguments = ["-m", "tools.fuzz", "--target", "policy", "--corpus", str(tmp_path)]
     for more in (["--inputs", "300"], ["--cpu-minutes", "0.001"], ["--seconds", "0.1"]):

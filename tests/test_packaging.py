@@ -106,6 +106,7 @@ def test_link_in_the_package_is_a_link_in_git(name: str) -> None:
     assert entry.startswith("120000 ")
 
 
+@pytest.mark.slow
 @in_checkout
 def test_wheel_contains_every_module(wheel: set[str]) -> None:
     assert {name for name in wheel if name.endswith(".py")} == set(package_modules())
@@ -207,6 +208,7 @@ def test_plain_load_imports_nothing_for_keys_ranks_or_compression(
     assert _of(_RARE, found) == set()
 
 
+@pytest.mark.slow
 @in_checkout
 def test_every_module_says_what_it_is() -> None:
     modules = package_modules() | {

@@ -25,6 +25,7 @@ _RANKS = ["2 ranks", f"2 ranks{REPLICATED}"]
 _SMALL = ("--size", "1MiB", "--rounds", "1", "--rest", "0", "--libraries", "raw", "ckptmgr")
 
 
+@pytest.mark.slow
 def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     output = tmp_path / "output"
     asked = ("--sections", *_QUICKER, "--modes", "ckpt", "ckpt-sm4")
@@ -69,6 +70,7 @@ def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
+@pytest.mark.slow
 def test_bench_on_one_processor_says_so_and_gives_the_others_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

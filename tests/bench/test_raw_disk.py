@@ -130,6 +130,7 @@ def test_raw_files_show_the_disk_with_the_work_of_others_in_the_table(tmp_path: 
     assert "| limit | raw O_DIRECT, into new memory | " in table
 
 
+@pytest.mark.slow
 def test_raw_writes_beside_a_loop_that_peers_leave_out_are_in_the_table_and_stated(
     tmp_path: Path,
 ) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tools.bench.watch import cpu_s, main, make_directories
 
 
@@ -20,5 +22,6 @@ def test_cpu_time_of_this_process_grows() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_measurement_runs_to_its_end(capsys: object) -> None:
     assert main(["--directories", "1", "--checkpoints", "1", "--seconds", "0.1"]) in (0, 1)

@@ -180,6 +180,7 @@ def secret_options(command: click.Command) -> list[str]:
     return [name for param in command.params for name in param.opts if name in SECRET_OPTIONS]
 
 
+@pytest.mark.slow
 @pytest.mark.hpke
 def test_every_command_is_run_and_none_shows_a_secret(
     tmp_path: Path, transcript: Transcript, secrets: Secrets, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +198,7 @@ def test_every_command_is_run_and_none_shows_a_secret(
     assert b"PRIVATE KEY" not in b"".join(transcript.shown)
 
 
+@pytest.mark.slow
 @pytest.mark.hpke
 def test_secret_in_the_wrong_place_is_not_repeated_by_any_command(
     tmp_path: Path, transcript: Transcript, secrets: Secrets

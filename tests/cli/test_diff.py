@@ -302,6 +302,7 @@ def peak_mib(*arguments: str | Path) -> int:
     return int(done.stderr.split()[-1]) >> 10
 
 
+@pytest.mark.slow
 def test_memory_of_a_comparison_is_that_of_a_window(tmp_path: Path) -> None:
     key = key_file(tmp_path)
 

@@ -456,6 +456,7 @@ def test_damaged_checkpoint_of_a_tool_is_not_moved(tmp_path: Path) -> None:
     assert names_in(directory) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_answer_at_a_terminal_decides_about_a_tool(tmp_path: Path) -> None:
     directory = golden_run("orbax", tmp_path / "run")
     terminal = Terminal(directory, "--keep", "last(1)")

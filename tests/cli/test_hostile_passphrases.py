@@ -82,6 +82,7 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_stretches_for_strangers_no_more_than_its_budget(
     command: str, runs: Path, stretches: Stretches

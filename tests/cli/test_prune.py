@@ -461,6 +461,7 @@ class Terminal:
         os.close(self._leader)
 
 
+@pytest.mark.slow
 def test_answer_decides_at_a_terminal(runs: Path) -> None:
     terminal = Terminal(runs, "--keep", "last(6)")
     assert b"Move 1 checkpoint to the trash? [y/N]: " in terminal.question()

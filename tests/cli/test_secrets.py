@@ -197,6 +197,7 @@ def test_run_that_signs_shows_no_key(
     assert b"PRIVATE" not in b"".join(transcript.shown)
 
 
+@pytest.mark.slow
 @pytest.mark.hpke
 @pytest.mark.parametrize("asynchronous", [None, "process"])
 def test_run_with_a_passphrase_and_a_private_key_shows_neither(
@@ -371,6 +372,7 @@ def test_failures_of_the_api_show_no_key(tmp_path: Path, transcript: Transcript)
     assert transcript.leaks(keys) == []
 
 
+@pytest.mark.slow
 def test_process_of_its_own_shows_no_key(tmp_path: Path, transcript: Transcript) -> None:
     paths = [tmp_path / name for name in ("right.key", "wrong.key")]
     keys = [make_key(path, transcript, size=32) for path in paths]

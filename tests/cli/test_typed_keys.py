@@ -70,6 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(cli.list_commands(click.Context(cli))) - {"help"}))
 def test_key_in_the_place_of_any_value_is_not_repeated(
     name: str,

@@ -30,6 +30,7 @@ def damage(path: Path) -> None:
     overwrite(path, bytes(content))
 
 
+@pytest.mark.slow
 def test_each_save_of_a_run_is_reported_and_verified_by_the_events_of_its_renames(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,7 @@ def train(
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, "process"])
 def test_run_under_a_passphrase_saves_and_resumes(
     tmp_path: Path, phrase: str, asynchronous: bool | str

@@ -190,6 +190,7 @@ def test_engine_coalesces_within_two_staged_states(tmp_path: Path, mode: Mode) -
         assert value_in(manager, 5) == 5.0
 
 
+@pytest.mark.slow
 def test_process_saves_states_of_changing_size(tmp_path: Path) -> None:
     config = CheckpointConfig(
         async_save="process", memory=MemoryConfig(allocation="slabs", slab_bytes=MIB)

@@ -135,6 +135,7 @@ def test_buffers_in_which_small_tensors_are_encrypted_together_are_wiped(
             buffers.give_back(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_wipe_at_the_end_leaves_the_plaintext_until_then(tmp_path: Path, mode: str) -> None:
     watch = Watch()

@@ -127,6 +127,7 @@ def test_key_is_in_no_message_and_no_log(
     assert not shows(f"{raised.value!r} {raised.value} {caplog.text}", KEY)
 
 
+@pytest.mark.slow
 def test_main_program_without_a_guard_runs_once(runs: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
@@ -154,6 +155,7 @@ with CheckpointManager(runs, CheckpointConfig(async_save="process")) as manager:
 """
 
 
+@pytest.mark.slow
 def test_worker_takes_no_module_from_the_working_directory(runs: Path, tmp_path: Path) -> None:
     for name in ("queue.py", "numpy.py", "ckptmgr.py"):
         (tmp_path / name).write_text("raise SystemExit('a stranger')")
@@ -199,6 +201,7 @@ def test_process_that_cannot_be_started_is_an_error_of_the_call(
         assert steps(manager) == [2]
 
 
+@pytest.mark.slow
 def test_worker_that_cannot_import_says_so_and_the_next_one_is_fine(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +217,7 @@ def test_worker_that_cannot_import_says_so_and_the_next_one_is_fine(
         assert steps(manager) == [2]
 
 
+@pytest.mark.slow
 def test_worker_that_died_between_saves_is_replaced(
     runs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -235,6 +239,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "call"), MOMENTS)
 def test_worker_killed_at_any_moment_is_heard_of_and_leaves_no_file(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, call: int
@@ -365,6 +370,7 @@ def test_started_client_that_is_dropped_ends_its_worker() -> None:
     wait_for_end(pid)
 
 
+@pytest.mark.slow
 def test_description_that_is_too_long_is_refused_and_the_next_save_is_good(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -496,6 +496,7 @@ print([c.step for c in manager.checkpoints()])
 """
 
 
+@pytest.mark.slow
 def test_forked_child_waits_for_nothing(tmp_path: Path) -> None:
     done = run_program(_FORK, tmp_path)
     assert (done.stdout.split("\n")[:2], done.stderr) == (["7", "[1]"], "")

@@ -468,6 +468,7 @@ with manager:
 )
 
 
+@pytest.mark.slow
 @in_background
 def test_forked_child_may_train_on_its_own(tmp_path: Path, mode: str) -> None:
     done = run_program(FORK_AND_GO_ON, tmp_path, mode)
@@ -513,6 +514,7 @@ assert manager.load(2)["w"].tolist() == [2] * 4
 )
 
 
+@pytest.mark.slow
 @in_background
 def test_forked_child_does_not_stage_into_memory_of_its_parent(tmp_path: Path, mode: str) -> None:
     done = run_program(FORK_AND_STAGE, tmp_path, mode)

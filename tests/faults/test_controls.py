@@ -60,6 +60,7 @@ def test_recovery_that_trusts_what_it_sees_is_caught(scenario: Scenario) -> None
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, None)) is not None
 
 
+@pytest.mark.slow
 def test_overwrite_that_trusts_what_it_sees_is_caught() -> None:
     def overwrite_again(trainer: Trainer) -> None:
         trainer.overwrite("net-2.ckpt", 22.0, step=2)

@@ -89,6 +89,7 @@ def test_power_cut_leaves_the_new_checkpoint_or_the_old_one() -> None:
     assert {(False, 1), (False, 2), (True, 2)} <= seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_failure_of_the_disk_of_a_rank_leaves_the_new_checkpoint_or_the_old_one(rank: int) -> None:
     disk = disk_with_step_1()

@@ -55,6 +55,7 @@ def weights_in(directory: Path) -> float | None:
     return float(found["w"][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_death_at_every_call_loses_nothing_and_the_next_export_cleans_up(
     tmp_path: Path, is_replaced: bool

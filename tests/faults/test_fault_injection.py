@@ -70,6 +70,7 @@ def same_process(disk: ModelDisk) -> ModelDisk:
     return disk.copy()
 
 
+@pytest.mark.slow
 @all_saves
 def test_failed_save_leaves_the_old_state_and_the_next_save_works(name: str) -> None:
     scenario = SAVES[name]
@@ -81,6 +82,7 @@ def test_failed_save_leaves_the_old_state_and_the_next_save_works(name: str) -> 
             raise AssertionError(str(failure)) from error
 
 
+@pytest.mark.slow
 @all_saves
 def test_failed_save_survives_a_later_power_cut(name: str) -> None:
     scenario = SAVES[name]
@@ -168,6 +170,7 @@ def test_failed_sync_after_the_commit_is_reported_and_the_file_stays() -> None:
         check_after_fault(failure.disk, must=NEXT_SAVE.must(True))
 
 
+@pytest.mark.slow
 @all_saves
 def test_disk_that_stays_bad_loses_nothing(name: str) -> None:
     scenario = SAVES[name]
@@ -177,6 +180,7 @@ def test_disk_that_stays_bad_loses_nothing(name: str) -> None:
         check_after_fault(failure.disk.restart(), must=must, may=scenario.may)
 
 
+@pytest.mark.slow
 def test_failed_removal_does_not_fail_the_save_and_is_finished_later() -> None:
     found = failures(RETENTION)
     assert {"unlink"} <= {f.operation for f in found}

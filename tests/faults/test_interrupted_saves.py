@@ -56,6 +56,7 @@ def assert_whole(directory: Path, allowed: set[frozenset[str]]) -> None:
     assert [answer.status for answer in answers] == [Status.OK] * len(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_overwrite", [False, True])
 def test_save_checkpoint_that_is_interrupted_leaves_the_old_file_or_the_new_one(
     fast_path: Path, is_overwrite: bool
@@ -79,6 +80,7 @@ def test_save_checkpoint_that_is_interrupted_leaves_the_old_file_or_the_new_one(
     assert outcomes == {1.0 if is_overwrite else None, 2.0}
 
 
+@pytest.mark.slow
 def test_managed_save_that_is_interrupted_leaves_whole_checkpoints_and_the_next_one_works(
     fast_path: Path,
 ) -> None:

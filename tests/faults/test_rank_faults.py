@@ -127,6 +127,7 @@ def after_power_cuts(job: Job) -> Iterator[Job]:
         yield Job(disk, clock=job.clock)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", RANKS)
 def test_death_of_a_rank_leaves_a_whole_checkpoint_or_none(rank: int) -> None:
     def die() -> None:

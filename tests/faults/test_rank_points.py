@@ -183,6 +183,7 @@ def test_rank_that_dies_is_named_and_leaves_a_whole_checkpoint_or_none(
         trial.check(outcomes)
 
 
+@pytest.mark.slow
 @with_all_points
 def test_rank_that_hangs_until_the_others_have_given_up_does_no_harm(
     points: Callable[[], list[Point]],
@@ -192,6 +193,7 @@ def test_rank_that_hangs_until_the_others_have_given_up_does_no_harm(
         trial.check(trial.run(trial.hang))
 
 
+@pytest.mark.slow
 def test_rank_with_a_full_disk_is_named_on_all() -> None:
     for point in calls():
         trial = Trial(point)

@@ -96,6 +96,7 @@ def broken(crashes: Iterator[Crash]) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "order"),
     [
@@ -117,6 +118,7 @@ def test_rekeying_may_be_cut_again_after_a_cut() -> None:
     assert broken(crashes()) == []
 
 
+@pytest.mark.slow
 def test_rekeying_that_fails_at_any_call_can_be_finished() -> None:
     processes = ModelProcesses(ModelDisk())
     run = lambda disk: rekey(ROTATION, fs=disk, processes=processes)  # noqa: E731
@@ -248,6 +250,7 @@ class WithoutDirectorySync(FailingDisk):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgetful", [WithoutHeaderSync, WithoutDirectorySync])
 def test_rekeying_that_does_not_sync_is_found_out(
     forgetful: Callable[[ModelDisk], FileSystem],

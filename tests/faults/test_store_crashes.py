@@ -53,6 +53,7 @@ def test_operation_keeps_its_promises_where_manifests_without_data_stay(name: st
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, None)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
 def test_recovery_from_a_death_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
@@ -60,6 +61,7 @@ def test_recovery_from_a_death_may_itself_be_cut(name: str) -> None:
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, KEY)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["overwrite", "retention"])
 def test_recovery_from_a_power_cut_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
@@ -100,6 +102,7 @@ def test_overwritten_bare_file_is_old_or_new_at_every_moment() -> None:
     assert first_broken(every_crash(disk, overwrite, order=Order.WEAK), check) is None
 
 
+@pytest.mark.slow
 def test_overwrite_after_an_interrupted_overwrite_keeps_one_of_the_three() -> None:
     def overwrite_again(trainer: Trainer) -> None:
         trainer.overwrite(TWO, 22.0, step=2)
@@ -139,6 +142,7 @@ def test_save_beside_a_manifest_whose_data_is_missing_is_absent_or_whole() -> No
     assert first_broken(every_crash(disk, save, order=Order.WEAK), check) is None
 
 
+@pytest.mark.slow
 def test_removal_after_a_death_does_not_trust_what_is_not_durable() -> None:
     def check(crash: Crash) -> None:
         assert any(c.is_countable for c in Trainer(crash.disk).store().scan())

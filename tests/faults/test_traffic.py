@@ -70,6 +70,7 @@ def is_outdated(name: str, journal: Sequence[str]) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_programs_that_share_a_directory_and_are_killed_lose_nothing(
     fast_path: Path, seed: int
@@ -96,6 +97,7 @@ def test_programs_that_share_a_directory_and_are_killed_lose_nothing(
         assert float(load_checkpoint(directory / name)["w"][0]) in allowed
 
 
+@pytest.mark.slow
 def test_next_save_of_anybody_collects_what_killed_programs_left(fast_path: Path) -> None:
     directory, notes = fast_path / "runs", fast_path / "notes"
     directory.mkdir()

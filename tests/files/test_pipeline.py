@@ -161,6 +161,7 @@ def test_file_sealed_in_batches_opens_to_the_image(sizes: list[int], crc: bool) 
     assert written.digest == digest_of(BytesSource(content))
 
 
+@pytest.mark.slow
 def test_several_saves_in_batches_do_not_wait_for_each_other_forever() -> None:
     images = [_image([33 * _SM4_CONTENT + n]) for n in range(6)]
     contents: dict[int, bytes] = {}

@@ -78,6 +78,7 @@ while saved < 20:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_saving_one_name_never_leave_data_beside_a_foreign_manifest(
     tmp_path: Path,
 ) -> None:

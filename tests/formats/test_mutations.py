@@ -59,6 +59,7 @@ def outcome(data: bytes, *, crc: bool, is_ckpt: bool) -> dict[str, StoredItem] |
         return None
 
 
+@pytest.mark.slow
 def test_ckpt_with_crc_and_any_bit_flipped_is_refused() -> None:
     data = ckpt(crc=True)
     assert outcome(data, crc=True, is_ckpt=True) == stored_items(ITEMS)

@@ -81,6 +81,7 @@ def test_what_the_stock_library_writes_is_plain(meta: dict[str, str] | None) -> 
     assert set(by_the_short_cut(data) or ()) == arrays.keys()
 
 
+@pytest.mark.slow
 @given(
     items=safetensors_items(),
     meta=metadata(),

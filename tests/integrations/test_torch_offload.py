@@ -131,6 +131,7 @@ def test_parameters_and_small_tensors_stay_where_they_are(tmp_path: Path) -> Non
     assert offload.offloaded_tensors == 0
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_when_the_graph_is_gone(tmp_path: Path) -> None:
     for place in ("host", "disk"):
         config = strict(tmp_path, place)

@@ -144,6 +144,7 @@ def test_damage_below_a_manifest_is_never_compressed(tmp_path: Path) -> None:
     assert not path.with_name(f"{path.name}.ckpz").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [None, KEY])
 def test_failure_at_any_call_leaves_a_whole_checkpoint_and_can_be_finished(
     fast_path: Path, key: Key | None

@@ -56,6 +56,7 @@ def data_key(directory: Path, keys: KeyRing) -> Key:
     return unlock(BytesSource(content), keys.identities).data_key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM"])
 @pytest.mark.parametrize("count", [3, 3_000_000])
 def test_compressed_file_keeps_its_frames_and_gets_another_data_key(

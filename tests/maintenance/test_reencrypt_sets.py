@@ -130,6 +130,7 @@ def test_plan_changes_nothing() -> None:
     assert disk.state() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "order"), [(SAFETENSORS, Order.WEAK), (ZSTD, Order.JOURNALED)])
 def test_power_cut_leaves_the_old_set_or_the_new_one(config: dict[str, Any], order: Order) -> None:
     disk = saved(enc_key=KEY, weights=WEIGHTS[:20], **config)
@@ -237,6 +238,7 @@ def test_set_that_was_only_rekeyed_is_not_taken_as_done() -> None:
     assert reencrypt(disk, again) is Action.REENCRYPT
 
 
+@pytest.mark.slow
 def test_set_is_encrypted_for_a_public_key() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     private, public = generate_pair("x25519")

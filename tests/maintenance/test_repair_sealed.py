@@ -130,6 +130,7 @@ def test_own_values_are_taken_from_ranges_that_match_their_digests() -> None:
     np.testing.assert_array_equal(tensor(disk, "own", rank=1), np.ones(1 << 20))
 
 
+@pytest.mark.slow
 def test_power_cut_leaves_the_old_set_or_the_healed_one() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     before = first_of(store_on(disk))

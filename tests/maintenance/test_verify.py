@@ -436,6 +436,7 @@ def every_flip(path: Path) -> Iterator[int]:
     overwrite(path, data)
 
 
+@pytest.mark.slow
 def test_one_flipped_bit_anywhere_in_a_bare_file_with_crc_is_damage_to_verify_and_load(
     tmp_path: Path,
 ) -> None:

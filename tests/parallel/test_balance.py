@@ -123,6 +123,7 @@ def test_nothing_to_save_is_a_plan_without_chunks() -> None:
     assert (plan.chunks, plan.ranks, plan.imbalance) == ((), (), 1.0)
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_and_tensors_are_planned_side_by_side() -> None:
     ranks = 4096
     sharded = groups_of(ParallelLayout(device_matrix=(512, 8), tensor_map=((0,), ())))

@@ -553,6 +553,7 @@ def die_at(job: Job, rank: int, call: int) -> None:
     job.disks[rank] = RankDisk(job.disk, call=call, happens=die)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(WORLD))
 def test_death_of_a_rank_leaves_a_whole_checkpoint_or_none(rank: int) -> None:
     first, second = calls_by_save(rank)

@@ -342,6 +342,7 @@ def test_rank_that_does_not_roll_back_is_named_and_nobody_falls_back_to_memory()
         assert outcome.raised is None, outcome.raised
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 def test_worker_processes_write_the_files_of_the_ranks(tmp_path: Path, key: bytes | None) -> None:
     config = CheckpointConfig(async_save="process", enc_key=key, keep="all")

@@ -221,6 +221,7 @@ def test_ranks_with_one_value_in_common_write_it_once() -> None:
     assert [one["half"][0] for one in found] == [0, 0, 1, 1]  # type: ignore[index]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_layout_is_loaded_into_any_other(data: st.DataObject) -> None:

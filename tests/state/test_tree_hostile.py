@@ -333,6 +333,7 @@ def _places(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_unflatten_of_changed_skeleton_gives_a_state_or_a_tree_error(data: st.DataObject) -> None:

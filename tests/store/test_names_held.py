@@ -290,6 +290,7 @@ def change_keys(directory: Path, apply: Callable[[Store, Checkpoint, KeyChange],
     return act
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apply", [rekey_checkpoint, reencrypt_checkpoint])
 def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
     fast_path: Path, apply: Callable[[Store, Checkpoint, KeyChange], object]

@@ -61,6 +61,7 @@ def test_huge_manifest_is_refused_by_its_size_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.tmp"))) == 0
 
 
+@pytest.mark.slow
 def test_manifest_that_nobody_would_read_is_not_written() -> None:
     ranges = (bytes(32),) * (MAX_MANIFEST_BYTES // 64)
     digest = FileDigest(size_bytes=len(ranges), ranges=ranges, range_bytes=1)

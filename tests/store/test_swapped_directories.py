@@ -131,6 +131,7 @@ def swapped_at_every_call(
         yield victim, at
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "swap"),
     [

@@ -221,6 +221,7 @@ def test_power_cut_while_restoring_can_be_restored_again() -> None:
         check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("action", ["throw", "undo"])
 def test_recovery_after_a_power_cut_loses_no_half_of_a_checkpoint(action: str) -> None:
     disk = saved_disk()

@@ -80,6 +80,7 @@ def cut(kit: Kit, name: str) -> Cut:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["killed inside", "preempted inside", "NaN"])
 def test_program_passes_in_new_processes(name: str, kits: Kits, tmp_path: Path) -> None:
     kit = kits(PROGRAM, fork=False)
@@ -128,6 +129,7 @@ def test_interpreter_of_a_kit_with_a_shared_server_is_refused() -> None:
         Kit("a.py:main", steps_per_epoch=3, fork=server, environment={"A": "1"})
 
 
+@pytest.mark.slow
 def test_program_that_ends_with_the_step_of_the_signal_passes_where_that_is_said(
     kits: Kits, tmp_path: Path
 ) -> None:
@@ -139,6 +141,7 @@ def test_program_that_ends_with_the_step_of_the_signal_passes_where_that_is_said
     kit.check(cut(kit, "preempted inside"), tmp_path / "now")
 
 
+@pytest.mark.slow
 def test_program_that_ends_with_its_epoch_passes_a_kit_that_expects_it(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(changed(("while step < steps", "while step < 12")))
     program = f"{tmp_path}/program.py:main"
@@ -230,6 +233,7 @@ def test_page_of_the_kit_shows_its_command_and_its_cuts() -> None:
     assert "test_torch_loop" in names
 
 
+@pytest.mark.slow
 def test_command_prints_a_line_for_each_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -214,6 +214,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "edge", "interval"), CASES)
 def test_resumed_run_sees_what_an_uncut_run_sees(
     kind: str, edge: str, interval: int, tmp_path: Path

@@ -213,6 +213,7 @@ def test_module_has_every_name_of_the_librarys(name: str) -> None:
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["numpy", "flax"])
 def test_module_is_ours_however_it_is_imported(name: str) -> None:
     pytest.importorskip({"flax": "jax"}.get(name, name))

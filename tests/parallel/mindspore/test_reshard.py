@@ -57,6 +57,7 @@ def gather(
     return found
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.data(), st.integers(0, 3))
 def test_planned_bytes_are_the_slices_of_the_target(data: st.DataObject, dimensions: int) -> None:

@@ -374,6 +374,7 @@ def test_slices_of_large_tensors_are_read_across_windows_and_pieces(
     np.testing.assert_array_equal(loaded(file)["w"], whole[32:, 10:12])
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> None:
     names = [f"t{number}" for number in range(40)]
     half = np.zeros((512, 256), np.float32)
