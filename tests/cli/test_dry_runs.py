@@ -167,7 +167,10 @@ def test_dry_runs_and_readers_change_nothing_of_another_tool(tool: str, tmp_path
 def test_commands_that_only_show_make_no_folder_of_an_address(world: World, tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     (tmp_path / "work").mkdir()
-    assert run("copy", world.directory / "runs", f"file://{tmp_path / 'work' / 'bucket'}").exit_code == 0
+    assert (
+        run("copy", world.directory / "runs", f"file://{tmp_path / 'work' / 'bucket'}").exit_code
+        == 0
+    )
     for place, code in (("bucket", 0), ("nothing", 10)):
         for line in (
             "ls file://{w}/" + place,
