@@ -8,7 +8,9 @@ a run that was not ended, is the number of requests.
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,15 +25,22 @@ STEPS = 3
 _Done = TypeVar("_Done")
 
 
-class _Dying(CountedObjects):
-    """Ends the process, without any cleaning up, when a request is to be sent."""
+class Dying(CountedObjects):
+    """Ends the process, without any cleaning up, when a request is to be sent.
 
-    def __init__(self, objects: Objects, last: int) -> None:
+    With `is_in_flight` another thread sends it meanwhile, and SIGKILL ends the process.
+    """
+
+    def __init__(self, objects: Objects, last: int, *, is_in_flight: bool = False) -> None:
         super().__init__(objects)
         self._end = last
+        self._is_in_flight = is_in_flight
 
     def _request(self, kind: str, key: str, carry_out: Callable[[], _Done]) -> _Done:
         if len(self.requests) + 1 == self._end:
+            if self._is_in_flight:
+                threading.Thread(target=carry_out, daemon=True).start()
+                os.kill(os.getpid(), signal.SIGKILL)
             os._exit(9)
         return super()._request(kind, key, carry_out)
 
@@ -52,7 +61,7 @@ def train(directory: str, url: str) -> None:
 
 def main(directory: str, url: str, last: int) -> None:
     """Train with a store that ends the process."""
-    objects = _Dying(open_objects(url), last)
+    objects = Dying(open_objects(url), last)
     mirrors.open_objects = lambda url: objects  # type: ignore[attr-defined]
     train(directory, url)
     print(len(objects.requests))  # noqa: T201

@@ -6,6 +6,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,14 +19,13 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.errors import (
     KeyProblem,
-    SaveFailed,
     StoreFull,
     StoreLocked,
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
 from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.shared_directory import SharedDirectory
@@ -429,21 +430,42 @@ def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
     assert _staged(machine) == []
 
 
-def test_forked_child_is_told_that_it_cannot_save() -> None:
-    manager = CheckpointManager(new_url())
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            manager.save(1, _state(1))
-        except SaveFailed as error:
-            os.write(writing, str(error).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-    assert b"do not survive a fork" in os.read(reading, 1000)
-    os.close(reading)
-    os.close(writing)
+def test_error_that_is_not_of_the_disk_says_nothing_of_folders() -> None:
+    class Short(OsFileSystem):
+        def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+            raise MemoryError("no buffer")
+
+    with (
+        pytest.raises(MemoryError, match="no buffer") as caught,
+        CheckpointManager(new_url(), fs=Short()) as manager,
+    ):
+        manager.save(1, _state(1))
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_forked_child_is_told_that_it_cannot_save(tmp_path: Path) -> None:
+    program = """
+import os, sys
+from ckptmgr import CheckpointManager, SaveFailed
+manager = CheckpointManager("memory://bucket/run")
+child = os.fork()
+if child == 0:
+    try:
+        manager.save(1, {"a": 1})
+    except SaveFailed as error:
+        print(error)
+    sys.exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert done.returncode == 7, done.stderr
+    assert "do not survive a fork" in done.stdout
 
 
 def test_forecast_knows_no_limit_of_the_store() -> None:

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that saves to an address, or a prune of it, that ends at one of its requests.
+
+`python -m tests.objects.dying_save save|prune URL REQUEST [in-flight]`: each line of the output of a
+run is the step of a save that was acknowledged; that of an uncut program ends with its requests.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.cli import remote_prune
+from ckptmgr.objects import requests
+from ckptmgr.remote import writer as writers
+from tests.cli.running import run
+from tests.objects.dying_run import Dying
+
+STEPS = 2
+
+
+def train(url: str, until: int = STEPS) -> None:
+    """Save up to a step, and keep the last one."""
+    with CheckpointManager(url, CheckpointConfig(keep_checkpoint_max=1)) as manager:
+        start = manager.resume({"w": np.zeros(9)}).next_step
+        for step in range(max(1, start), until + 1):
+            manager.save(step, {"w": np.full(9, float(step))})
+            print(step, flush=True)  # noqa: T201
+
+
+def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
+    """Run the program with a store that ends the process."""
+    objects = Dying(requests.open_objects(url), last, is_in_flight=is_in_flight)
+    for place in (writers, remote_prune, requests):
+        place.open_objects = lambda url: objects  # type: ignore[attr-defined]
+    if kind == "save":
+        train(url)
+    else:
+        assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
+    for one in objects.requests:
+        print(one.split()[0])  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), is_in_flight="in-flight" in sys.argv[4:])
