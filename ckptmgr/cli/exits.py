@@ -17,6 +17,9 @@ import click
 from ckptmgr.core import errors
 from ckptmgr.crypto.keys.source_names import spells_key
 
+_LONG_NAME = re.compile(r"[^\s/]{256,}")  # the names of files have at most 255 bytes
+_START, _END = 60, 20
+_MOST_LINE = 8192  # a path has at most 4096 bytes
 _LEAST_PIECE = 12
 _NOT_SHOWN = "(not shown: it looks like a key)"
 
@@ -179,8 +182,17 @@ def note(text: str) -> None:
 
 def _say(kind: str, text: str) -> None:
     lines = text.splitlines() or [""]
-    shown = "\n".join(escape(line) for line in lines)
+    shown = "\n".join(escape(cut(line)) for line in lines)
     click.echo(f"ckptmgr: {kind}: {shown}".encode(errors="backslashreplace"), err=True)
+
+
+def cut(text: str) -> str:
+    """Return text for people: without the middle of names that no file could have, and of long lines.
+
+    A header may name a tensor by megabytes. JSON has all of it.
+    """
+    text = _LONG_NAME.sub(lambda found: f"{found[0][:_START]}...{found[0][-_END:]}", text)
+    return text if len(text) <= _MOST_LINE else f"{text[: _MOST_LINE - 3]}..."
 
 
 def escape(text: str) -> str:

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.cli import render
 from ckptmgr.cli.options import absolute
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
@@ -63,6 +69,61 @@ def why_none(fs: FileSystem, directory: Path) -> CkptmgrError | None:
         return refusal(listing, directory)
     runs, is_all = runs_below(fs, directory)
     return _parent_of_runs(runs, directory, is_all=is_all) if runs else None
+
+
+def why_not_here(path: Path) -> CkptmgrError | None:
+    """Return the error about a path of another tool, or above runs; None for every other path.
+
+    A file is of another tool if it is a checkpoint by itself, as those of Lightning are.
+    """
+    from ckptmgr.io.filesystem import OsFileSystem
+    from ckptmgr.maintenance.foreign.listing import ForeignListing, list_foreign
+
+    fs, place = OsFileSystem(), absolute(path)
+    if place.is_dir():
+        return why_none(fs, place)
+    if not (place.suffix == ".ckpt" and place.is_file()):
+        return None
+    found = [
+        one for one in list_foreign(fs, place.parent).checkpoints if one.checkpoint.path == place
+    ]
+    return (
+        refusal(ForeignListing(checkpoints=tuple(found), is_itself=True), path) if found else None
+    )
+
+
+@contextmanager
+def tool_named(source: Path) -> Iterator[None]:
+    """Name the tool of a directory, or the runs below it, where a command finds nothing to work on.
+
+    A directory with folders `rank_0`, `rank_1`, ... is of MindSpore, and its errors stay.
+    """
+    try:
+        yield
+    except (CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint, OSError) as error:
+        absence = why_not_here(source)
+        is_foreign = isinstance(absence, UnsupportedCheckpoint)
+        if absence is None or any(source.glob("rank_[0-9]*")):
+            raise
+        if is_foreign or isinstance(error, CheckpointNotFound):
+            raise absence from error
+        raise
+
+
+def check_directory(directory: Path, *, hint: str | None = None) -> None:
+    """Raise CheckpointNotFound unless a path is a directory, or the refusal of a file of another tool."""
+    if directory.is_dir():
+        return
+    absence = why_not_here(directory)
+    if absence is not None:
+        raise absence
+    if not directory.exists():
+        raise CheckpointNotFound("no such directory", path=directory, hint=hint)
+    raise CheckpointNotFound(
+        "not a directory",
+        path=directory,
+        hint="ckptmgr inspect shows what a file holds, verify checks it",
+    )
 
 
 def check_not_foreign(fs: FileSystem, directory: Path) -> None:

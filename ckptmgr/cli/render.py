@@ -23,7 +23,7 @@ from typing import NamedTuple, TextIO
 
 import click
 
-from ckptmgr.cli.exits import escape, note
+from ckptmgr.cli.exits import cut, escape, note
 from ckptmgr.cli.options import Session
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
@@ -107,7 +107,7 @@ class Output:
     def line(self, *cells: Cell | str) -> None:
         """Print one line of text."""
         parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
-        shown = [Cell(escape(part.text), part.style) for part in parts]
+        shown = [Cell(escape(cut(part.text)), part.style) for part in parts]
         if self.has_color:
             _print_styled(shown, sys.stdout, self.columns)
         else:

@@ -13,7 +13,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
-from ckptmgr.cli.foreign import why_none, without_foreign
+from ckptmgr.cli.foreign import (
+    check_directory,
+    why_none,
+    why_not_here,
+    without_foreign,
+)
 from ckptmgr.cli.options import absolute, check_path, checked_address
 from ckptmgr.cli.run_lines import run_by_name, shown_run
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
@@ -110,14 +115,8 @@ def list_selected(
     Raises:
         CheckpointNotFound: There is no such directory.
     """
-    if not is_url(store.directory) and not store.directory.is_dir():
-        if store.directory.exists():
-            raise CheckpointNotFound(
-                "not a directory",
-                path=store.directory,
-                hint="ckptmgr inspect shows what a file holds, verify checks it",
-            )
-        raise CheckpointNotFound("no such directory", path=store.directory)
+    if not is_url(store.directory):
+        check_directory(store.directory)
     found = store.scan_for(series)
     if not with_leftovers:
         found = [c for c in found if c.state not in UNFINISHED]
@@ -262,6 +261,9 @@ def _file(store: Store, path: Path) -> Checkpoint:
     found = store.scan() if store.directory.is_dir() else []
     known = next((c for c in found if c.path == real), None)
     if known is not None:
+        absence = why_not_here(real) if known.is_bare else None
+        if absence is not None:
+            raise absence
         return known
     if is_bookkeeping_name(real.name):
         raise CheckpointNotFound(

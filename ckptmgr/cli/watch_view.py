@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from ckptmgr.cli import render
-from ckptmgr.cli.exits import escape
+from ckptmgr.cli.exits import cut, escape
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.watch.alarms import span
@@ -216,7 +216,7 @@ class TableView:
         for number, line in enumerate(lines):
             parts += [("\n", "")] if number else []
             for cell in line:
-                shown = escape(cell.text).encode(encoding, "backslashreplace").decode(encoding)
+                shown = escape(cut(cell.text)).encode(encoding, "backslashreplace").decode(encoding)
                 parts.append((shown, cell.style))
         return Text.assemble(*parts)
 

@@ -50,6 +50,7 @@ def test_every_tool_of_the_tests_is_in_the_table() -> None:
         ("transformers", [2, 4, 6]),
         ("lightning", [4, 6, None]),
         ("torchtitan", [1, 2]),
+        ("torchtitan-or-dcp", [1, 2]),
         ("orbax", [1, 2]),
         ("deepspeed", [10, 20, 30]),
         ("megatron", [100, 200, 300]),
@@ -78,6 +79,13 @@ global_step30: newer than latest says: the save did not end
 3 checkpoints, 2.7 KiB, 2 complete, 1 incomplete
 """
     )
+
+
+def test_folders_of_dcp_with_names_of_torchtitan_are_called_by_both_names(tmp_path: Path) -> None:
+    plain = golden_run("torchtitan-or-dcp", tmp_path / "plain")
+    titan = any_run("torchtitan", tmp_path / "titan")
+    assert "torchtitan or plain torch.distributed.checkpoint" in run("inspect", plain).stderr
+    assert "holds checkpoints of torchtitan (step-1, step-2)" in run("inspect", titan).stderr
 
 
 def test_checkpoint_of_dcp_with_any_name_is_listed_without_a_step(tmp_path: Path) -> None:
@@ -220,7 +228,7 @@ def crcs_of(path: Path) -> list[bytes]:
 
 
 def test_file_that_dcp_names_and_is_gone_is_found(tmp_path: Path) -> None:
-    directory = golden_run("torchtitan", tmp_path / "run")
+    directory = golden_run("torchtitan-or-dcp", tmp_path / "run")
     (directory / "step-1/__0_0.distcp").unlink()
     result = run("verify", directory / "step-1")
     assert result.exit_code == 1
@@ -254,6 +262,7 @@ def test_key_proves_nothing_of_another_tool(tmp_path: Path) -> None:
         ("transformers", ["checkpoint-4", "checkpoint-6"]),
         ("lightning", ["epoch=2-loss=0.006-step=6.ckpt", "last.ckpt"]),
         ("torchtitan", ["step-2"]),
+        ("torchtitan-or-dcp", ["step-2"]),
         ("orbax", ["2"]),
         ("deepspeed", ["global_step30", "latest", "zero_to_fp32.py"]),
         ("megatron", ["iter_0000300", "latest_checkpointed_iteration.txt"]),
@@ -304,7 +313,7 @@ def test_damaged_newest_does_not_let_an_older_one_go(tmp_path: Path) -> None:
     directory = golden_run("orbax", tmp_path / "run")
     overwrite(directory / "2/_CHECKPOINT_METADATA", b"{")
     assert prune(directory, "last(1)") == 0
-    titan = golden_run("torchtitan", tmp_path / "titan")
+    titan = golden_run("torchtitan-or-dcp", tmp_path / "titan")
     overwrite(titan / "step-2/.metadata", b"cut")
     assert prune(titan, "last(1)") == 0
     assert (names_in(directory), names_in(titan)) == (["1", "2"], ["step-1", "step-2"])
@@ -336,7 +345,7 @@ def test_tracker_that_names_nothing_stops_a_prune(text: str, tmp_path: Path) -> 
 
 
 def test_prune_at_once_and_after_the_grace_time_frees_the_space(tmp_path: Path) -> None:
-    at_once = golden_run("torchtitan", tmp_path / "one")
+    at_once = golden_run("torchtitan-or-dcp", tmp_path / "one")
     assert prune(at_once, "last(1)", "--now") == 0
     later = golden_run("orbax", tmp_path / "two")
     assert prune(later, "last(1)") == 0
@@ -357,7 +366,7 @@ def test_expired_trash_stays_while_nothing_whole_is_outside(tmp_path: Path) -> N
 
 
 def test_undo_leaves_a_name_that_is_taken(tmp_path: Path) -> None:
-    directory = golden_run("torchtitan", tmp_path / "run")
+    directory = golden_run("torchtitan-or-dcp", tmp_path / "run")
     assert prune(directory, "last(1)") == 0
     shutil.copytree(directory / "step-2", directory / "step-1")
     result = run("prune", directory, "--undo", "--json")

@@ -19,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr import save_checkpoint
+from ckptmgr.cli.exits import cut
 from ckptmgr.cli.render import quoted_name
 from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_process
-from tests.support.saved import KEY, flip, items, save_run
+from tests.support.saved import KEY, flip, items, overwrite, save_run
 
 EVIL = "\x1b]0;owned\x07\nx\r"
 """Sets the title of the window, and looks like two names."""
@@ -174,3 +175,35 @@ def test_shell_reads_a_quoted_name_as_it_is(names: list[bytes]) -> None:
 @given(st.binary())
 def test_quoted_name_is_printable(name: bytes) -> None:
     assert quoted_name(name).isprintable()
+
+
+def test_name_as_long_as_a_header_is_cut_in_lines_and_whole_in_json(tmp_path: Path) -> None:
+    name = "w" * 5000
+    path = tmp_path / "net.safetensors"
+    save_checkpoint({name: np.ones(4, np.float32)}, path, format="safetensors")
+    (tmp_path / f"{path.name}.manifest.json").unlink()
+    overwrite(path, path.read_bytes().replace(b'"F32"', b'"X32"'))
+    short = f"tensor '{'w' * 59}...{'w' * 18}')"
+    for arguments in (
+        ("verify", tmp_path),
+        ("inspect", path),
+        ("watch", tmp_path, "--once"),
+        ("doctor", tmp_path),
+    ):
+        result = run(*arguments)
+        assert result.exit_code in (1, 2)
+        assert short in result.output
+        assert name not in result.output
+        assert max(map(len, result.output.splitlines())) < 300
+        assert name in run(*arguments, "--json").output
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("/".join(["d" * 255] * 15), "/".join(["d" * 255] * 15)),
+        ("a " * 10_000, f"{('a ' * 10_000)[:8189]}..."),
+    ],
+)
+def test_paths_stay_whole_and_lines_end_somewhere(text: str, shown: str) -> None:
+    assert cut(text) == shown

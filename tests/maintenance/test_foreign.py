@@ -132,7 +132,7 @@ def test_release_of_megatron_is_what_its_tracker_names(tmp_path: Path) -> None:
 
 
 def test_distributed_checkpoint_of_megatron_is_whole(tmp_path: Path) -> None:
-    golden_run("torchtitan", tmp_path / "dcp")
+    golden_run("torchtitan-or-dcp", tmp_path / "dcp")
     (tmp_path / "dcp/step-1").rename(tmp_path / "iter_0000005")
     write_archive(tmp_path / "iter_0000005/common.pt")
     assert problems(tmp_path) == {"iter_0000005": None}
@@ -165,7 +165,7 @@ def test_numbers_of_other_programs_are_not_taken_for_orbax(tmp_path: Path) -> No
 
 
 def test_links_are_not_checkpoints(tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     (run / "step-3").symlink_to(run / "step-2")
     assert set(problems(run)) == {"step-1", "step-2"}
 
@@ -232,7 +232,7 @@ def test_error_of_the_disk_is_damage_only_where_the_medium_failed(
 
 
 def test_prune_stops_where_the_newest_cannot_be_read_now(tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     listing = list_foreign(OsFileSystem(), run)
     disk = FailingDisk(
         OsFileSystem(), error=errno.EACCES, operation="open", call=1, is_lasting=True
@@ -270,7 +270,7 @@ def test_empty_archive_is_damage(tmp_path: Path) -> None:
 
 
 def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     store = Store(run)
     proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
     (run / "step-2").rename(run / "step-3")
@@ -280,7 +280,7 @@ def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
 
 
 def test_trash_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     (run / ".ckptmgr-trash-foreign").touch()
     store = Store(run)
     proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
@@ -301,7 +301,7 @@ def test_two_prunes_at_one_time_have_two_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("operation", ["replace", "sync_directory"])
 def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     disk = FailingDisk(
         OsFileSystem(), error=errno.EROFS, operation=operation, call=1, is_lasting=True
     )
@@ -316,7 +316,7 @@ def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path
 
 
 def test_undo_that_the_disk_refuses_raises_and_can_be_repeated(tmp_path: Path) -> None:
-    run = golden_run("torchtitan", tmp_path / "run")
+    run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     store = Store(run)
     proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
     carry_out_foreign(store, proposal)
@@ -331,7 +331,7 @@ def test_undo_that_the_disk_refuses_raises_and_can_be_repeated(tmp_path: Path) -
 
 
 def test_folder_that_may_not_be_read_does_not_stop_the_search(tmp_path: Path) -> None:
-    golden_run("torchtitan", tmp_path / "a/run")
+    golden_run("torchtitan-or-dcp", tmp_path / "a/run")
     disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
     assert runs_below(disk, tmp_path) == ([], True)
 

@@ -11,7 +11,7 @@ GOLDEN = Path(__file__).parents[1] / "golden/foreign"
 GOLDEN_RUNS = {
     "transformers": "transformers/run",
     "lightning": "lightning/lightning_logs/version_0/checkpoints",
-    "torchtitan": "dcp/checkpoint",
+    "torchtitan-or-dcp": "dcp/checkpoint",
     "orbax": "orbax/run",
 }
 
@@ -28,6 +28,15 @@ def write_archive(path: Path) -> Path:
         archive.writestr("archive/data.pkl", b"\x80\x02}q\x00.")
         archive.writestr("archive/data/0", bytes(range(64)))
     return path
+
+
+def torchtitan_run(directory: Path) -> Path:
+    """Make of two checkpoints of DCP those of torchtitan 0.3: with the name of a value of its trainer."""
+    golden_run("torchtitan-or-dcp", directory)
+    for path in directory.glob("step-*/.metadata"):
+        # After the end of the pickle, where a reader of its opcodes does not look.
+        path.write_bytes(path.read_bytes() + b"train_state.ntokens_seen")
+    return directory
 
 
 def deepspeed_run(directory: Path, steps: tuple[int, ...] = (10, 20, 30), latest: int = 30) -> Path:
@@ -57,7 +66,17 @@ def any_run(tool: str, into: Path) -> Path:
     """Make a directory of a tool."""
     if tool == "deepspeed":
         return deepspeed_run(into)
+    if tool == "torchtitan":
+        return torchtitan_run(into)
     return megatron_run(into) if tool == "megatron" else golden_run(tool, into)
 
 
-TOOLS = ("transformers", "lightning", "torchtitan", "orbax", "deepspeed", "megatron")
+TOOLS = (
+    "transformers",
+    "lightning",
+    "torchtitan",
+    "torchtitan-or-dcp",
+    "orbax",
+    "deepspeed",
+    "megatron",
+)

@@ -14,7 +14,6 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Cell
-from ckptmgr.core.errors import CheckpointNotFound
 
 _NOT_SHOWN = "(set, not shown)"
 
@@ -41,9 +40,10 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
     comes before all of these. Keys are never shown, only where they are read from. -q prints the
     names of the settings that are set.
     """
+    from ckptmgr.cli.foreign import check_directory
+
     del action  # the only one so far
-    if not directory.is_dir():
-        raise CheckpointNotFound("no such directory", path=directory)
+    check_directory(directory)
     output = render.make_output(ctx, options.absolute(directory))
     found = list(_settings(directory, os.environ))
     if output.is_json:

@@ -14,7 +14,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Command
-from ckptmgr.core.errors import KeyProblem, UnsafeWrite
+from ckptmgr.core.errors import CheckpointFileNotFound, KeyProblem, UnsafeWrite
 from ckptmgr.core.names import CONTAINER_SUFFIX
 from ckptmgr.formats.strict_json import Json
 
@@ -135,10 +135,10 @@ def encrypt_command(
     """
     from ckptmgr.maintenance import convert
 
+    _check_input(source)
     key = _key(key_sources, is_new=True)
     if target == _PIPE:
         _refuse_terminal()
-        _check_input(source)
         return _write(convert.encrypted_chunks(source, key=key, mode=mode))
     session = ctx.ensure_object(options.Session)
     return _convert(
@@ -159,8 +159,15 @@ def _key(sources: Sequence[str], *, is_new: bool = False) -> Keys:
 
 
 def _check_input(source: Path) -> None:
-    from ckptmgr.core.errors import CheckpointFileNotFound
+    from ckptmgr.cli.foreign import why_not_here
 
+    absence = why_not_here(source)
+    if absence is not None:
+        raise absence
+    if source.is_dir():
+        raise CheckpointFileNotFound(
+            "is a directory", path=source, hint="name a file; xargs -n 1 takes one after the other"
+        )
     if not source.is_file():
         raise CheckpointFileNotFound("no such file", path=source)
 

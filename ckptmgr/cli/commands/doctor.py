@@ -15,7 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem
+from ckptmgr.core.errors import KeyProblem
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -48,12 +48,10 @@ def doctor_command(
     what could not be. Exit 1 if a check failed; a warning is no failure. -q prints the names of the
     checks that failed.
     """
+    from ckptmgr.cli.foreign import check_directory
     from ckptmgr.core.trust import DEFAULT_TRUST
 
-    if not directory.is_dir():
-        raise CheckpointNotFound(
-            "no such directory", path=directory, hint="a run makes it with its first save"
-        )
+    check_directory(directory, hint="a run makes it with its first save")
     try:
         trust: Trust = given_trust.load()
         problem: KeyProblem | None = None
@@ -88,6 +86,7 @@ def _findings(
     is_deep: bool,
     session: Session,
 ) -> Iterator[Finding]:
+    from ckptmgr.cli.foreign import why_none, without_foreign
     from ckptmgr.crypto.keys.ring import ring_of
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance import doctor
@@ -118,7 +117,12 @@ def _findings(
 
     yield doctor.check_keys(described, found)
     yield doctor.check_versions()
-    if problem is None:
+    absence = None if without_foreign(store, found) else why_none(store.fs, store.directory)
+    if absence is not None:
+        yield doctor.Finding(
+            check="resume", grade="warn", message=absence.message, hint=absence.hint
+        )
+    elif problem is None:
         yield from doctor.check_resume(store, found, ReadOptions(trust=trust), is_deep=is_deep)
 
 

@@ -16,7 +16,7 @@ from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
-from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
+from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.gc_pause import gc_paused
@@ -87,6 +87,7 @@ def prune_command(
 
     The directory may be the URL of an object store. There is no trash there: --now must be given.
     """
+    from ckptmgr.cli.foreign import check_directory
     from ckptmgr.cli.foreign_prune import (
         foreign_to_prune,
         is_last_foreign,
@@ -112,8 +113,7 @@ def prune_command(
             yes=yes,
             verbose=verbose,
         )
-    if not store.directory.is_dir():
-        raise CheckpointNotFound("no such directory", path=directory)
+    check_directory(directory)
     ctx.with_resource(gc_paused())
     # The plan holds for this directory, even if another one gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))

@@ -11,6 +11,7 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
+from ckptmgr.cli.foreign import tool_named
 from ckptmgr.cli.options import Command
 from ckptmgr.formats.strict_json import Json
 
@@ -127,15 +128,16 @@ def transform_command(
     is_new = (given_trust.allow_unsealed or given_trust.allow_unencrypted) and not plain
     trust = given_trust.load(is_new=is_new)
     started = time.perf_counter()
-    files = rewrite(
-        source,
-        target,
-        prefix=prefix,
-        strategies=(source_strategy, target_strategy),
-        reading=ReadOptions(trust=trust),
-        options=SaveOptions(format=output_format, key=None if plain else trust.keys),
-        step=step,
-    )
+    with tool_named(source):
+        files = rewrite(
+            source,
+            target,
+            prefix=prefix,
+            strategies=(source_strategy, target_strategy),
+            reading=ReadOptions(trust=trust),
+            options=SaveOptions(format=output_format, key=None if plain else trust.keys),
+            step=step,
+        )
     return _report(ctx, target, files, started)
 
 
@@ -178,7 +180,8 @@ def unify_command(
         )
     started = time.perf_counter()
     reading = ReadOptions(trust=trust)
-    files = unify(source, target, strategy=source_strategy, reading=reading, step=step)
+    with tool_named(source):
+        files = unify(source, target, strategy=source_strategy, reading=reading, step=step)
     return _report(ctx, target, files, started)
 
 
@@ -195,7 +198,8 @@ def merge_command(ctx: click.Context, source: Path, target: Path) -> int:
     from ckptmgr.parallel.mindspore.strategy_files import merge_pipeline_strategys
 
     started = time.perf_counter()
-    merge_pipeline_strategys(source, target)
+    with tool_named(source):
+        merge_pipeline_strategys(source, target)
     return _report(ctx, target.parent, WrittenFiles([target]), started)
 
 

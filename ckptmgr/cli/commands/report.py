@@ -76,7 +76,7 @@ def report_command(
     earlier report wrote is replaced. -q prints the path of the page.
     """
     from ckptmgr.cli import report_view
-    from ckptmgr.cli.foreign import check_not_foreign, why_none
+    from ckptmgr.cli.foreign import check_directory, check_not_foreign, why_none
 
     chosen = [
         name for name, wanted in zip(_FORMS, (terminal, csv, markdown), strict=True) if wanted
@@ -90,8 +90,7 @@ def report_command(
             f"-o is for the page, and --{chosen[0]} prints", hint="drop one of them, or redirect"
         )
     store = options.open_store(directory, trust=given_trust.load())
-    if not store.directory.is_dir():
-        raise CheckpointNotFound("no such directory", path=directory)
+    check_directory(directory)
     check_not_foreign(store.fs, store.directory)
     if not store.scan() and (absence := why_none(store.fs, store.directory)) is not None:
         raise absence

@@ -62,11 +62,15 @@ def rm_command(
     while a run writes the series. Removed ones stay in .ckptmgr-trash for a day, and prune --undo
     brings them back.
     """
+    from ckptmgr.cli.foreign import why_not_here
     from ckptmgr.cli.selectors import root_of, select
     from ckptmgr.maintenance.removal import check_removable
 
     for text in selectors:
         if Path(text).is_dir():
+            absence = why_not_here(Path(text))
+            if absence is not None:
+                raise absence
             raise UsageProblem(
                 f"{text[:60]!r} is a directory", hint="ckptmgr prune removes by a policy"
             )

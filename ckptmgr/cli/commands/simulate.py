@@ -99,11 +99,15 @@ def simulate_command(
         found = _made_up(rules, made_up, now)
         output = render.make_output(ctx, Path("made-up"))
     else:
+        from ckptmgr.cli.foreign import check_not_foreign, why_none
         from ckptmgr.cli.selectors import list_selected
 
         directory = Path() if directory is None else directory
         store = options.open_store(directory, trust=given_trust.load())
         found = list_selected(store, series=series)
+        check_not_foreign(store.fs, store.directory)
+        if not store.scan() and (absence := why_none(store.fs, store.directory)) is not None:
+            raise absence
         output = render.make_output(ctx, store.directory)
     return _show(
         output,

@@ -24,7 +24,6 @@ from ckptmgr.cli.durations import parse_time, seconds_of
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import CheckpointNotFound
 
 if TYPE_CHECKING:
     from ckptmgr.cli.serve import ReportServer
@@ -141,7 +140,7 @@ def watch_command(
 
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
     """
-    from ckptmgr.cli.foreign import check_not_foreign
+    from ckptmgr.cli.foreign import check_directory, check_not_foreign
     from ckptmgr.cli.watch_view import view_for
     from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.maintenance.watch.watcher import Watcher
@@ -149,10 +148,11 @@ def watch_command(
     session = ctx.ensure_object(Session)
     paths = list(dict.fromkeys(options.absolute(path) for path in directories))
     for path in paths:
-        if not path.is_dir():
-            hint = "a run makes its directory with the first save; mkdir -p makes it now"
-            raise CheckpointNotFound("no such directory", path=path, hint=hint)
+        check_directory(
+            path, hint="a run makes its directory with the first save; mkdir -p makes it now"
+        )
         check_not_foreign(OsFileSystem(), path)
+        _look_below(path, is_once=is_once)
     run = _program(command)
     settings = _settings(paths, level, given_trust, is_once=is_once, state=state_file, **given)
     output = render.make_output(ctx, paths[0])
@@ -175,6 +175,20 @@ def watch_command(
                 view.show(_end(watcher, session.clock(), " and ".join(ended)))
                 view.refresh()
     return Exit.NO if watcher.standing else Exit.DONE
+
+
+def _look_below(directory: Path, *, is_once: bool) -> None:
+    """Note that a directory without checkpoints is above runs; raise it where the watch ends at once."""
+    from ckptmgr.cli.foreign import why_none
+    from ckptmgr.io.filesystem import OsFileSystem
+    from ckptmgr.store.store import Store
+
+    absence = None if Store(directory).scan() else why_none(OsFileSystem(), directory)
+    if absence is None:
+        return
+    if is_once:
+        raise absence
+    note(f"{directory}: {absence.message}; those are not watched unless they are named")
 
 
 def _settings(

@@ -7,7 +7,8 @@
 | lightning | `...step=N.ckpt`, a file or a directory | the end of the ZIP archive | `last.ckpt` |
 | megatron | `iter_NNNNNNN/` | the tracker file | `latest_checkpointed_iteration.txt` |
 | deepspeed | `global_stepN/` | `latest` | `latest`, `latest_universal` |
-| torchtitan | `step-N/` with DCP or Hub files | `.metadata`, or the index | - |
+| torchtitan | `step-N/` with `train_state` in `.metadata` of one of the first | `.metadata`, or the index | - |
+| torchtitan-or-dcp | other `step-N/` with DCP or Hub files | the same | - |
 | orbax | `N/`, `PREFIX_N/` | the final name, `commit_timestamp_nsecs` | - |
 | dcp | any other directory with `*.distcp` | `.metadata` | - |
 
@@ -47,6 +48,10 @@ _METRIC_IN_NAME = re.compile(
     r"(?:^|-)([A-Za-z_][A-Za-z0-9_./]*)=(-?[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?)(?=-|\.ckpt|$)"
 )
 
+_STEP_FOLDER = re.compile(r"step-([0-9]{1,18})")
+_TRAIN_STATE = b"train_state"
+_MOST_METADATA = 4  # each has megabytes
+
 Judge = Callable[[Folder, str, int | None], str | None]
 
 
@@ -65,6 +70,7 @@ class Layout:
         metrics: Metrics of an entry.
         takes_files: Whether a checkpoint may be a file, whose name ends in `.ckpt`.
         takes_others: Whether entries with other names are listed, too.
+        most_looked_at: How many entries are looked at to tell whether the tool is at work here.
         has_own_names: Whether no other program uses such names: beside a checkpoint of the tool,
             an entry that holds nothing yet is one, too.
     """
@@ -78,6 +84,7 @@ class Layout:
     metrics: Callable[[Folder, str, int | None], Mapping[str, float]] = lambda *_: _NO_METRICS
     takes_files: bool = False
     takes_others: bool = False
+    most_looked_at: int | None = None
     has_own_names: bool = True
 
     def step_of(self, name: str) -> int | None:
@@ -122,7 +129,9 @@ def recognise(folder: Folder) -> list[Recognition]:
             if status.is_directory or (layout.takes_files and status.is_file)
         ]
         named = [name for name in fitting if layout.names.fullmatch(name)]
-        its = [name for name in named if layout.is_its(folder, name)]
+        its = [
+            name for name in sorted(named)[: layout.most_looked_at] if layout.is_its(folder, name)
+        ]
         if its and layout.has_own_names:
             its = named
         if layout.takes_others:
@@ -280,6 +289,11 @@ def _dcp_problem(folder: Folder, name: str, step: int | None) -> str | None:
 
 
 def _is_of_torchtitan(folder: Folder, name: str) -> bool:
+    """Return whether `.metadata` names the state of its trainer; plain DCP may have any names."""
+    return folder.folder(name).holds(".metadata", _TRAIN_STATE)
+
+
+def _has_steps_of_dcp(folder: Folder, name: str) -> bool:
     inside = folder.folder(name)
     return _has_shards(inside) or any(one.endswith(".safetensors") for one in inside.entries())
 
@@ -442,8 +456,16 @@ LAYOUTS: tuple[Layout, ...] = (
     Layout(
         tool="torchtitan",
         title="torchtitan",
-        names=re.compile(r"step-([0-9]{1,18})"),
+        names=_STEP_FOLDER,
         is_its=_is_of_torchtitan,
+        why_incomplete=_torchtitan_problem,
+        most_looked_at=_MOST_METADATA,
+    ),
+    Layout(
+        tool="torchtitan-or-dcp",
+        title="torchtitan or plain torch.distributed.checkpoint",
+        names=_STEP_FOLDER,
+        is_its=_has_steps_of_dcp,
         why_incomplete=_torchtitan_problem,
     ),
     Layout(

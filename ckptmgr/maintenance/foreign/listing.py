@@ -86,6 +86,10 @@ class DiskFolder:
         """Return the first bytes of a file."""
         return self._start_of(name, _HEAD_BYTES) or b""
 
+    def holds(self, name: str, text: bytes) -> bool:
+        """Return whether some bytes occur in the first 16 MiB of a file."""
+        return text in (self._start_of(name, _MOST_TEXT_BYTES) or b"")
+
     def link(self, name: str) -> str | None:
         """Return the name in this directory that a link leads to."""
         status = self._entries.get(name)

@@ -64,6 +64,10 @@ class Folder(Protocol):
         """Return the first bytes of a file, at most 4; none if it cannot be read."""
         ...
 
+    def holds(self, name: str, text: bytes) -> bool:
+        """Return whether some bytes occur near the start of a file."""
+        ...
+
     def link(self, name: str) -> str | None:
         """Return the name in this directory that a link leads to; None for what is no such link."""
         ...
