@@ -9,10 +9,11 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,13 +23,17 @@ from ckptmgr.cli.exits import (
     Exit,
     UsageProblem,
     escape,
+    forget,
     help_text,
     misplaced_keys,
     report,
     report_interruption,
+    to_stderr,
     without_keys,
 )
-from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session
+from ckptmgr.cli.layout import wrapped_help
+from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session, WrappedCommand
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.crypto.keys.source_names import looks_like_key
 
 _COMMANDS = {
@@ -74,6 +79,8 @@ _TOPICS = {"exit-codes": lambda: "Exit codes:\n" + help_text()}
 class Commands(click.Group):
     """Group that imports a command when it is used and turns errors into exit codes."""
 
+    command_class = WrappedCommand
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return all names in display order."""
         return [*_COMMANDS, *super().list_commands(ctx)]
@@ -107,14 +114,26 @@ class Commands(click.Group):
             formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> object:
-        """Run the command; click would report a closed pipe with the code of a real answer."""
-        try:
+        """Run the command."""
+        with _output_errors():
             result: object = super().invoke(ctx)
             sys.stdout.flush()
-        except BrokenPipeError:
-            _forget_stdout()
-            return Exit.PIPE_CLOSED
         return result
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Parse the arguments; --help and --version are answered here."""
+        with _output_errors():
+            return super().make_context(info_name, args, parent, **extra)
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help text."""
+        return wrapped_help(super().get_help(ctx), ctx.make_formatter().width)
 
     def main(  # type: ignore[override]
         self,
@@ -136,7 +155,7 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
     if not (
         arguments or os.environ.get(COMPLETION_VARIABLE)
     ):  # by itself click shows the help as an error only from version 8.2 on
-        click.echo(group.get_help(click.Context(group, info_name="ckptmgr")), err=True)
+        to_stderr(f"{group.get_help(click.Context(group, info_name='ckptmgr'))}\n")
         return Exit.FAILED
     try:
         result = click.Group.main(
@@ -150,7 +169,7 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         keys = misplaced_keys(arguments)
         if is_debug and not isinstance(error, click.UsageError):
             trace = without_keys(traceback.format_exc(), keys).splitlines()
-            sys.stderr.write("".join(f"{escape(line)}\n" for line in trace))
+            to_stderr("".join(f"{escape(line)}\n" for line in trace))
         return report(error, as_json=as_json, keys=keys)
     return result if isinstance(result, int) else Exit.DONE
 
@@ -183,11 +202,28 @@ def _open_closed_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - stays open
 
 
-def _forget_stdout() -> None:
-    """Keep the interpreter from reporting the closed pipe when it flushes at exit."""
-    descriptor = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(descriptor, 1)
-    os.close(descriptor)
+@contextmanager
+def _output_errors() -> Iterator[None]:
+    """Turn errors of stdout into exit codes: click would give a closed pipe that of a real answer."""
+    try:
+        yield
+    except BrokenPipeError:
+        forget(1)
+        raise click.exceptions.Exit(Exit.PIPE_CLOSED) from None
+    except OSError as error:
+        if error.filename is not None or _takes_output():
+            raise
+        forget(1)
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+def _takes_output() -> bool:
+    """Return whether stdout takes the text that an error has left in its buffer."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return False
+    return True
 
 
 @click.group(

@@ -10,10 +10,13 @@ import enum
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import click
 
+from ckptmgr.cli.layout import columns_of, wrapped
 from ckptmgr.core import errors
 from ckptmgr.crypto.keys.source_names import spells_key
 
@@ -163,7 +166,7 @@ def report_interruption(*, as_json: bool) -> Exit:
     if as_json:
         _write_json(Exit.INTERRUPTED, "Interrupted", "interrupted", None, None)
     else:
-        click.echo("ckptmgr: interrupted", err=True)
+        to_stderr("ckptmgr: interrupted\n")
     return Exit.INTERRUPTED
 
 
@@ -172,7 +175,7 @@ def _write_json(
 ) -> None:
     """Write the object of `docs/schemas/error.json` to stderr."""
     fields = {"code": int(code), "error": error, "message": message, "hint": hint, "path": path}
-    click.echo(json.dumps(fields), err=True)
+    to_stderr(f"{json.dumps(fields)}\n")
 
 
 def note(text: str) -> None:
@@ -181,9 +184,26 @@ def note(text: str) -> None:
 
 
 def _say(kind: str, text: str) -> None:
-    lines = text.splitlines() or [""]
-    shown = "\n".join(escape(cut(line)) for line in lines)
-    click.echo(f"ckptmgr: {kind}: {shown}".encode(errors="backslashreplace"), err=True)
+    first, *others = (escape(cut(line)) for line in text.splitlines() or [""])
+    columns = columns_of(sys.stderr)
+    lines = chain(*(wrapped(line, columns) for line in (f"ckptmgr: {kind}: {first}", *others)))
+    to_stderr("".join(f"{line}\n" for line in lines))
+
+
+def to_stderr(text: str) -> None:
+    """Write to stderr, whose reader may be gone: that changes no answer and no exit code."""
+    shown = text.encode(sys.stderr.encoding or "utf-8", "backslashreplace")
+    try:
+        click.echo(shown, err=True, nl=False)
+    except OSError:
+        forget(2)
+
+
+def forget(descriptor: int) -> None:
+    """Keep the interpreter from failing at exit, when it flushes a stream that cannot be written."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)
 
 
 def cut(text: str) -> str:

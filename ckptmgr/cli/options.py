@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key
+from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
+from ckptmgr.cli.layout import wrapped_help
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite
 from ckptmgr.core.urls import is_url
 
@@ -115,6 +116,14 @@ class Session:
         return datetime.fromtimestamp(self.clock(), UTC)
 
 
+class WrappedCommand(click.Command):
+    """Command whose help fits the terminal: click does not break lines of examples."""
+
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the help text."""
+        return wrapped_help(super().get_help(ctx), ctx.make_formatter().width)
+
+
 def command(
     name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., int]], click.Command]:
@@ -124,7 +133,9 @@ def command(
         summary, _, rest = inspect.cleandoc(_docstring(function)).partition("\n")
         shown = "\n".join(f"  $ ckptmgr {example}" for example in examples)
         text = f"{summary}\n\n\b\nExamples:\n{shown}\n{rest}"
-        return click.command(name, help=text, epilog=EPILOG, context_settings=CONTEXT)(function)
+        return click.command(
+            name, cls=WrappedCommand, help=text, epilog=EPILOG, context_settings=CONTEXT
+        )(function)
 
     return decorate
 
@@ -460,15 +471,16 @@ def confirm(question: str, *, refusal: type[UnsafePrune | UnsafeWrite]) -> bool:
     """
     check_can_ask(refusal)
     while True:
-        click.echo(f"{question} [y/N]: ", err=True, nl=False)
+        to_stderr(f"{question} [y/N]: ")
         answer = sys.stdin.readline()
         if not answer:
+            to_stderr("\n")  # the terminal has put none behind the question
             raise click.Abort
         if answer.strip().lower() in ("y", "yes"):
             return True
         if answer.strip().lower() in ("", "n", "no"):
             return False
-        click.echo("answer y or n", err=True)
+        to_stderr("answer y or n\n")
 
 
 def check_can_ask(refusal: type[UnsafePrune | UnsafeWrite]) -> None:

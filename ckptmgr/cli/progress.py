@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress line on a terminal: bytes, rate, time left; shown after a second, removed at the end.
+"""Progress line on a terminal: bytes, rate, time left; shown after half a second, removed at the end.
 
 ```
 with ProgressLine("resuming", checkpoint.size_bytes):
@@ -27,7 +27,7 @@ from ckptmgr.io.byte_counters import Direction, counting
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_PATIENCE_S = 1.0
+_PATIENCE_S = 0.5
 _REDRAW_S = 0.1
 _PLAIN_S = 10.0
 

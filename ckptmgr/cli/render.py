@@ -12,7 +12,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,6 +22,7 @@ from typing import NamedTuple, TextIO
 
 import click
 
+from ckptmgr.cli import layout
 from ckptmgr.cli.exits import cut, escape, note
 from ckptmgr.cli.options import Session
 from ckptmgr.core.model import Checkpoint
@@ -32,7 +32,6 @@ from ckptmgr.maintenance.json_fields import finite as finite
 from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.json_fields import timestamp as timestamp
 
-_HANGING = "  "
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 _LINES_AT_ONCE = 1000  # each call of `echo` flushes
@@ -115,29 +114,40 @@ class Output:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: str) -> None:
         """Print rows under a header; `right` holds the headings of right-aligned columns."""
-        aligned_right = set(right.split())
+        aligned_right = {i for i, name in enumerate(header) if name in right.split()}
         styled = [[Cell(name, "bold") for name in header], *rows]
         lines = [[escape(cell.text) for cell in line] for line in styled]
+        if self.columns is not None:
+            fitted = layout.fit(lines, aligned_right, self.columns)
+            if fitted is not None:
+                self._print_fitted(styled, fitted)
+                return
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        layout = "  ".join(
-            f"{{:{'>' if name in aligned_right else '<'}{width}}}"
-            for name, width in zip(header, widths, strict=True)
+        form = layout.GAP.join(
+            f"{{:{'>' if i in aligned_right else '<'}{width}}}" for i, width in enumerate(widths)
         )
         if not self.has_color:
-            self._print_plain([layout.format(*line).rstrip() for line in lines])
+            self._print_plain([form.format(*line).rstrip() for line in lines])
             return
         for line, texts in zip(styled, lines, strict=True):
             cells: list[Cell | str] = []
-            for name, cell, text, width in zip(header, line, texts, widths, strict=True):
+            for i, (cell, text, width) in enumerate(zip(line, texts, widths, strict=True)):
                 padding = " " * (width - len(text))
-                is_right = name in aligned_right
-                cells += [padding, cell] if is_right else [cell, padding]
-                cells.append("  ")
+                cells += [padding, cell] if i in aligned_right else [cell, padding]
+                cells.append(layout.GAP)
             self.line(*cells)
+
+    def _print_fitted(
+        self, rows: Sequence[Sequence[Cell]], fitted: Sequence[Sequence[Sequence[layout.Piece]]]
+    ) -> None:
+        for row, lines in zip(rows, fitted, strict=True):
+            for line in lines:
+                styles = ["" if at is None else row[at].style for at, _ in line]
+                self.line(*(Cell(one.text, style) for one, style in zip(line, styles, strict=True)))
 
     def _print_plain(self, lines: Sequence[str]) -> None:
         if self.columns is not None:
-            lines = [part for line in lines for part in _parts(line, self.columns)]
+            lines = [part for line in lines for part in layout.wrapped(line, self.columns)]
         _print_plain(lines, sys.stdout)
 
     def paths(self, paths: Sequence[Path]) -> None:
@@ -184,7 +194,7 @@ def make_output(ctx: click.Context, root: Path) -> Output:
         has_unicode=_is_utf8(stream),
         is_terminal=stream.isatty(),
         has_nul="ckptmgr.null" in ctx.meta,
-        columns=shutil.get_terminal_size().columns if stream.isatty() else None,
+        columns=layout.columns_of(stream),
     )
 
 
@@ -231,22 +241,6 @@ def _print_plain(lines: Sequence[str], stream: TextIO) -> None:
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
 
-def _broken(line: str, columns: int) -> list[slice]:
-    """Return the parts of a line that fit a terminal, broken between words; long words stay whole."""
-    parts, start, indent = [], 0, 0
-    while len(line) - start > columns - indent:
-        end = line.rfind(" ", start + 1, start + columns - indent + 1)
-        if not line[start : max(end, start)].strip():  # the first word is longer than a line
-            rest = line[start:].lstrip()
-            end = line.find(" ", len(line) - len(rest))
-        if end < 0:
-            break
-        parts.append(slice(start, end))
-        start = end + len(line[end:]) - len(line[end:].lstrip())
-        indent = len(_HANGING)
-    return [*parts, slice(start, None)] if start < len(line) else parts
-
-
 def _print_styled(cells: Sequence[Cell], stream: TextIO, columns: int | None) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -256,16 +250,11 @@ def _print_styled(cells: Sequence[Cell], stream: TextIO, columns: int | None) ->
     )
     text = Text.assemble(*((cell.text, cell.style) for cell in cells))
     text.rstrip()
-    spans = [slice(None)] if columns is None else _broken(text.plain, columns)
+    spans = [slice(None)] if columns is None else layout.broken(text.plain, columns)
     for number, span in enumerate(spans):
         part = text[span]
         part.rstrip()
-        console.print(Text.assemble(_HANGING * (number > 0), part), soft_wrap=True)
-
-
-def _parts(line: str, columns: int) -> list[str]:
-    spans = _broken(line, columns)
-    return [f"{_HANGING * (i > 0)}{line[span].rstrip()}" for i, span in enumerate(spans)]
+        console.print(Text.assemble(layout.HANGING * (number > 0), part), soft_wrap=True)
 
 
 def size(size_bytes: int) -> str:

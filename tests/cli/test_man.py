@@ -42,7 +42,7 @@ def test_every_command_has_a_page_with_all_sections(folder: Path) -> None:
 def test_page_of_a_command_has_each_option_and_example_of_its_help(folder: Path) -> None:
     for name in ("diff", "prune", "rm"):
         text = (folder / f"ckptmgr-{name}.1").read_text().replace("\\-", "-")
-        shown = run(name, "--help").stdout
+        shown = re.sub(r" \\\n +", " ", run(name, "--help").stdout)  # examples on one line
         options = set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE))
         assert options
         assert [option for option in options if option not in text] == []

@@ -45,9 +45,9 @@ def clock_of(*times_s: float) -> Callable[[], float]:
     return lambda: left.pop(0) if len(left) > 1 else left[0]
 
 
-def test_line_appears_after_a_second_and_goes_away() -> None:
+def test_line_appears_after_half_a_second_and_goes_away() -> None:
     stream = Terminal()
-    with ProgressLine("net.ckpt", 4 * MIB, stream=stream, clock=clock_of(0, 0.9, 1.1)):
+    with ProgressLine("net.ckpt", 4 * MIB, stream=stream, clock=clock_of(0, 0.4, 0.6)):
         count_bytes("read", MIB)
         assert stream.getvalue() == ""
         count_bytes("read", MIB)

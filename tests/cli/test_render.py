@@ -223,4 +223,4 @@ def test_table_on_a_narrow_terminal_is_broken_between_words(
         right="STEP",
     )
     shown = capsys.readouterr().out.splitlines()
-    assert shown == ["STEP  WHY", "  10  nearest: last", "  (3rd of 2)"]
+    assert shown == ["STEP  WHY", "  10  nearest: last", "      (3rd of 2)"]
