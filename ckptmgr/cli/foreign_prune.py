@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
-from ckptmgr.cli.foreign import foreign_json, foreign_of, titles_of, why_none
+from ckptmgr.cli.foreign import foreign_json, titles_of, why_none
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint
@@ -27,22 +27,28 @@ from ckptmgr.store import trash as own_trash
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:
+    from ckptmgr.io.filesystem import FileStatus
     from ckptmgr.maintenance.foreign.listing import ForeignListing
     from ckptmgr.maintenance.prune import PruneResult
     from ckptmgr.policy.rules import RetentionPolicy
 
 
-def foreign_to_prune(store: Store, found: Sequence[Checkpoint]) -> ForeignListing | None:
+def foreign_to_prune(
+    store: Store, found: Sequence[Checkpoint], entries: Mapping[str, FileStatus]
+) -> ForeignListing | None:
     """Return the checkpoints of other tools, where `prune` is about them; None where it is not.
 
-    `found` is the listing of the store.
+    `found` is the listing of the store, and `entries` those of the directory.
 
     Raises:
         UnsafePrune: The directory is one checkpoint of another tool.
         CkptmgrError: It holds no checkpoint itself, but folders below it do.
     """
-    listing = foreign_of(store)
-    own = [one for one in found if one.path not in listing.paths]
+    from ckptmgr.maintenance.foreign.listing import list_foreign
+
+    listing = list_foreign(store.fs, store.directory, entries=entries)
+    paths = listing.paths
+    own = [one for one in found if one.path not in paths] if paths else found
     if listing.is_itself:
         raise UnsafePrune(
             f"is one checkpoint of {titles_of(listing)[0]}, not a directory of several",

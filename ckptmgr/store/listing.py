@@ -221,13 +221,13 @@ _BEING_WRITTEN = "being written by a live process"
 
 def listed(
     files: ManifestReader, processes: Processes, seen: ManifestCache, *, now_s: float
-) -> list[Checkpoint]:
-    """Return every checkpoint, finished or not, in no particular order; damage never raises.
+) -> tuple[list[Checkpoint], Mapping[str, FileStatus]]:
+    """Return every checkpoint, finished or not, in no particular order, and the directory's entries.
 
-    `now_s` are seconds since the epoch by the clock of the disk.
+    Damage never raises. `now_s` are seconds since the epoch by the clock of the disk.
     """
     if files.fs.status(files.directory) is None:
-        return []
+        return [], {}
     missing: set[str] = set()
     with gc_paused():
         while True:
@@ -239,7 +239,7 @@ def listed(
             # name. A second listing starts after that rename.
             before, missing = missing, {c.name for c in found if c.state is State.MISSING}
             if missing == before:
-                return found
+                return found, entries
 
 
 def list_entries(

@@ -161,7 +161,8 @@ class _Recovery:
 
     def _present(self) -> list[Checkpoint]:
         if self._found is None:
-            self._found = listed(self._files, self._processes, ManifestCache(), now_s=self._now_s)
+            seen = ManifestCache()
+            self._found, _ = listed(self._files, self._processes, seen, now_s=self._now_s)
         return self._found
 
     def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:

@@ -31,7 +31,7 @@ The decision *what* to keep is made in `policy.retention`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,7 +40,13 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, unlink_if_present
+from ckptmgr.io.filesystem import (
+    FileStatus,
+    FileSystem,
+    InputFile,
+    OsFileSystem,
+    unlink_if_present,
+)
 from ckptmgr.io.leases import Leases, Processes, ProcProcesses
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, note_mode
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
@@ -135,6 +141,10 @@ class Store:
         found = self.catalogue.listed(self._seen)
         if found is not None:
             return found
+        return self.scan_with_entries()[0]
+
+    def scan_with_entries(self) -> tuple[list[Checkpoint], Mapping[str, FileStatus]]:
+        """Return as `scan`, and the entries of the directory, for another look at the same list."""
         return listed(self.manifests, self.processes, self._seen, now_s=self.clock())
 
     def scan_for(self, series: str | None) -> list[Checkpoint]:

@@ -126,8 +126,9 @@ def prune_command(
             )
         undo_last = undo_foreign if is_last_foreign(store) else _undo
         return undo_last(store, output, is_dry=dry_run)
-    found = store.scan()
-    foreign = foreign_to_prune(store, found)
+    found, entries = store.scan_with_entries()
+    foreign = foreign_to_prune(store, found, entries)
+    del entries
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     chosen = chosen_by(filters, sort, now)

@@ -31,7 +31,8 @@ _NO_POINTERS: Mapping[str, tuple[Pointer, ...]] = MappingProxyType({})
 class DiskFolder:
     """A directory on a disk, read once; see `model.Folder`.
 
-    `only` leaves out all directories but those of these names.
+    `only` leaves out all directories but those of these names. `entries` are those of the
+    directory, and `folders` views of directories in it, where the caller has them.
     """
 
     def __init__(
@@ -41,12 +42,15 @@ class DiskFolder:
         *,
         only: Collection[str] | None = None,
         is_there: bool = True,
+        entries: Mapping[str, FileStatus] | None = None,
+        folders: Mapping[str, DiskFolder] | None = None,
     ) -> None:
         self._fs = fs
         self._path = path
         self._only = only
         self._is_there = is_there
-        self._folders: dict[str, DiskFolder] = {}
+        self._known = entries
+        self._folders: dict[str, DiskFolder] = dict(folders or {})
 
     def entries(self) -> Mapping[str, FileStatus]:
         """Return its entries."""
@@ -54,6 +58,8 @@ class DiskFolder:
 
     @cached_property
     def _entries(self) -> Mapping[str, FileStatus]:
+        if self._known is not None:
+            return self._known
         if not self._is_there:
             return {}
         try:
@@ -134,17 +140,24 @@ class ForeignListing:
         return frozenset(one.checkpoint.path for one in self.checkpoints)
 
 
-def list_foreign(fs: FileSystem, directory: Path) -> ForeignListing:
+def list_foreign(
+    fs: FileSystem, directory: Path, *, entries: Mapping[str, FileStatus] | None = None
+) -> ForeignListing:
     """Return the checkpoints of other tools in a directory, or the one that it is itself.
+
+    `entries` are those of the directory, where the caller has just listed it.
 
     Raises:
         OSError: From the disk.
     """
-    listing = _listing(fs, directory, recognise(DiskFolder(fs, directory)))
+    here = DiskFolder(fs, directory, entries=entries)
+    listing = _listing(fs, directory, recognise(here))
     if listing.checkpoints:
         return listing
     with contextlib.suppress(OSError):  # the directory above may not be readable
-        above = DiskFolder(fs, directory.parent, only=(directory.name,))
+        above = DiskFolder(
+            fs, directory.parent, only=(directory.name,), folders={directory.name: here}
+        )
         around = _listing(fs, directory.parent, recognise(above))
         itself = tuple(one for one in around.checkpoints if one.checkpoint.path == directory)
         if itself:
