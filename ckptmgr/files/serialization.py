@@ -46,6 +46,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import CONTAINER_SUFFIX
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import ReadOptions, everything
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
@@ -112,7 +113,8 @@ def save_checkpoint(
         save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`,
             an object with `state_dict()`, or a MindSpore Cell.
         ckpt_file_name: The file; its end becomes `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with
-            a key) or `.safetensors.ckpz` (compressed).
+            a key) or `.safetensors.ckpz` (compressed). Or the address of an object whose name is
+            free: it is written into the temporary folder (TMPDIR), and is there when this returns.
         integrated_save: Accepted; it matters for sharded parameters only.
         async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it
             returns.
@@ -150,6 +152,7 @@ def save_checkpoint(
         StoreFull: Not enough disk space; nothing was changed.
         SaveFailed: With `verify_after_write`: the file differs from the written bytes; nothing was
             changed.
+        UnsafeWrite: The address has another checkpoint of this name.
         OSError: From the disk; an older file of this name is intact.
     """
     check_options("save_checkpoint", kwargs, options=MoreOptions._fields, parameters=_PARAMETERS)
@@ -192,7 +195,7 @@ def save_checkpoint(
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
         has_manifest=has_manifest,
     )
-    if not path.parent.is_dir():
+    if not (is_url(path) or path.parent.is_dir()):
         raise FileNotFoundError(2, os.strerror(2), str(path))
     return save_single_file(
         path,

@@ -19,7 +19,7 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.notes import add_note
-from ckptmgr.core.urls import refuse_url
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.state.arrays import is_mindspore
@@ -28,6 +28,19 @@ from ckptmgr.store.real_files import real_file
 _FORMATS = ("ckpt", "safetensors")
 _REDUNDANCY = "remove_redundancy"  # in the metadata of a safetensors file
 _LOG = logging.getLogger(__name__)
+
+
+def place_of_file(name: str | os.PathLike[str]) -> Path:
+    """Return the path of a file to write, links resolved, or its address.
+
+    Raises:
+        ValueError: It is the address of no object.
+    """
+    if not is_url(name):
+        return Path(os.path.realpath(name))
+    from ckptmgr.objects.paths import checked_address_of_file
+
+    return checked_address_of_file(name)
 
 
 def save_path(
@@ -53,8 +66,7 @@ def save_path(
             f"For 'save_checkpoint', the parameter {name} for checkpoint file name is invalid,"
             f"'ckpt_file_name' must be string, but got {type(name)}."
         )
-    refuse_url(name)
-    path = Path(os.path.realpath(name))
+    path = place_of_file(name)
     if path.is_dir():
         raise IsADirectoryError(
             f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."

@@ -48,11 +48,12 @@ from ckptmgr.core.names import (
 )
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
-from ckptmgr.core.urls import refuse_url
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import SKELETON, StoredState, state_metadata, verified_state
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
+from ckptmgr.files.serialization_arguments import place_of_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.observe.observers import REGISTERED
@@ -98,7 +99,8 @@ def save_state(
         state: What `CheckpointManager.save` takes: any nesting of dicts, lists, numbers, arrays,
             tensors, random number generators and objects with `state_dict()`, or a function that
             returns it.
-        path: The file, under this very name. Its directory exists.
+        path: The file, under this very name. Its directory exists. Or the address of an object, as
+            for `save_checkpoint`.
         step: Global step, for the manifest.
         epoch: Epoch number, for the manifest.
         metrics: Name to value, for the manifest.
@@ -123,14 +125,13 @@ def save_state(
         TypeError, ValueError: An argument is unusable, or has no effect; names it.
         UnsupportedState: A value of the state cannot be stored; names its path.
         FileNotFoundError, IsADirectoryError: There is no such directory; the path is one.
-        StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`; an older file of this
-            name is intact.
+        StoreLocked, StoreFull, SaveFailed, UnsafeWrite, OSError: As `save_checkpoint`; an older
+            file of this name is intact.
     """
     has_manifest = check_manifest(
         manifest, step=step or None, epoch=epoch, metrics=metrics, signing_key=signing_key
     )
-    refuse_url(path)
-    place = Path(os.path.realpath(path))
+    place = place_of_file(path)
     is_encrypted = enc_key is not None or bool(check_recipients(enc_recipients))
     stored_as = _format_of(place.name, format)
     check_cipher_mode("enc_mode", enc_mode)
@@ -160,7 +161,7 @@ def save_state(
     signer = check_signing_key(signing_key)
     if place.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(place))
-    if not place.parent.is_dir():
+    if not (is_url(place) or place.parent.is_dir()):
         raise FileNotFoundError(2, os.strerror(2), str(place))
     flat = tree.flatten(resolve_state(state))
     return save_single_file(

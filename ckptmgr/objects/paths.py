@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import PosixPath
+
+from ckptmgr.objects.requests import checked_url
 
 _SCHEME = re.compile(r"^([a-z0-9]+):/(?!/)")
 
@@ -27,3 +30,25 @@ class UrlPath(PosixPath):
     def __fspath__(self) -> str:
         """Return the address, which no file has as its name."""
         return str(self)
+
+
+def checked_address(path: str | os.PathLike[str]) -> UrlPath:
+    """Return an address that is given as a text or as a path, which has lost one of two slashes.
+
+    Raises:
+        ValueError: It is no address of an object store.
+    """
+    return UrlPath(checked_url(path if isinstance(path, str) else str(UrlPath(path))))
+
+
+def checked_address_of_file(path: str | os.PathLike[str]) -> UrlPath:
+    """Return the address of a file: below that of a run, which is `parent`.
+
+    Raises:
+        ValueError: It is no address of an object store, or names a bucket alone.
+    """
+    address = checked_address(path)
+    prefix = str(address).rpartition("/")[0]
+    if prefix.endswith(("/", ":")):
+        raise ValueError(f"{str(address)!r} names no object; write {address}/run/NAME")
+    return address

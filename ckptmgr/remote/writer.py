@@ -23,9 +23,9 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.requests import open_objects
+from ckptmgr.objects.staging import clear, discard_staged, prepare_staging
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.remote.staging import clear, discard_staged, prepare_folder_of_user
 from ckptmgr.series.followed_history import Retained
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
@@ -75,7 +75,7 @@ class RemoteWriter(SeriesWriter):
                 path=self.listing.directory,
                 hint="save in the process that made the manager, or start workers with spawn",
             )
-        prepare_folder_of_user(self.store.directory.parent)
+        prepare_staging(self.store.directory)
         super().open()
 
     def clean_up(self) -> list[str]:

@@ -23,12 +23,10 @@ def checked_place(directory: str | os.PathLike[str]) -> Path:
     Raises:
         TypeError, ValueError, NotADirectoryError: It is neither.
     """
-    from ckptmgr.objects.paths import UrlPath
+    if is_url(directory):
+        from ckptmgr.objects.paths import checked_address
 
-    if isinstance(directory, UrlPath) or (isinstance(directory, str) and is_url(directory)):
-        from ckptmgr.objects.requests import checked_url
-
-        return UrlPath(checked_url(str(directory)))
+        return checked_address(directory)
     return check_directory(directory)
 
 

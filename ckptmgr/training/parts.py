@@ -64,7 +64,7 @@ class RunParts:
         address = str(directory)
         is_remote = is_url(address)
         if is_remote:
-            from ckptmgr.remote.staging import staging_directory
+            from ckptmgr.objects.staging import staging_directory
 
             directory = staging_directory(address, series)
         check_name_lengths(

@@ -227,6 +227,11 @@ def test_failed_upload_is_tried_again_as_on_error_says(
     assert listed(open_objects(url)) == {"ckpt-1.ckpt": State.OK}
 
 
+def test_address_may_be_a_path_which_has_lost_a_slash() -> None:
+    manager = CheckpointManager(Path("s3://bucket/run"))
+    assert str(manager.directory) == "s3://bucket/run"
+
+
 def test_second_run_on_the_same_machine_is_refused() -> None:
     url = new_url()
     with CheckpointManager(url) as manager:

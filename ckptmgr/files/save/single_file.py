@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import parse_name, stem_of
 from ckptmgr.core.trust import Trust
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.store.change_leases import lease_of_name
@@ -41,24 +44,54 @@ def save_single_file(
     """Save items to `path`, whose directory exists; durable when it returns.
 
     `facts` may have the counters `step_num` and `epoch_num`. They and `metrics` go into the
-    manifest.
+    manifest. At an address the name must be free, and the file is written into the temporary folder
+    before its upload.
 
     Raises:
+        ValueError: An option has no effect at an address.
+        UnsafeWrite: The address has another checkpoint of this name.
         UnsupportedCheckpoint, StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`.
     """
+    directory, place = path.parent, None
+    if is_url(path):
+        from ckptmgr.objects.staging import prepare_staging, staging_directory
+
+        check_at_address(path, options)
+        place, directory = path, staging_directory(str(path.parent), path.name)
+        prepare_staging(directory)
     store = Store(
-        path.parent,
+        directory,
         trust=Trust(keys=options.key, signing_key=signing_key, allow_unencrypted=True),
     )
-    return save_named(
-        store,
-        path.name,
-        items,
-        options=options,
-        metadata=metadata,
-        facts=facts,
-        metrics=metrics,
-    )
+    try:
+        return save_named(
+            store,
+            path.name,
+            items,
+            options=options,
+            metadata=metadata,
+            facts=facts,
+            metrics=metrics,
+            address=place,
+        )
+    finally:
+        if place is not None:
+            with contextlib.suppress(OSError):  # another process saves this file, too
+                directory.rmdir()
+
+
+def check_at_address(path: Path, options: SaveOptions) -> None:
+    """Raise ValueError for an option without effect in an object store."""
+    refused = {
+        "manifest=False": (not options.has_manifest, "data without a manifest has no name"),
+        "file_mode": (
+            options.file_mode != DEFAULT_FILE_MODE,
+            "the policy of the bucket says who may read it",
+        ),
+    }
+    for option, (is_given, why) in refused.items():
+        if is_given:
+            raise ValueError(f"{option} has no effect in an object store, where {why}: {path}")
 
 
 def save_named(
@@ -70,9 +103,13 @@ def save_named(
     metadata: Mapping[str, str] | None = None,
     facts: Mapping[str, object] | None = None,
     metrics: Mapping[str, float] | None = None,
+    address: Path | None = None,
 ) -> Checkpoint:
-    """Save items under one name of a store; arguments and errors as `save_single_file`."""
-    path = store.directory / name
+    """Save items under one name of a store; arguments and errors as `save_single_file`.
+
+    With an address the file is uploaded there, and removed from the store.
+    """
+    path = store.directory / name if address is None else address
     order = SaveOrder(
         name=name,
         items=items,
@@ -89,6 +126,10 @@ def save_named(
     ):
         with deliver_signals():
             manifest = save_items(store, order)
+            if address is not None:
+                from ckptmgr.objects.staging import upload_staged
+
+                upload_staged(str(address.parent), store, name)
         cost = SaveStats(blocked_s=time.perf_counter() - started)
         cost.note_written(
             manifest.stats,
@@ -97,7 +138,7 @@ def save_named(
         )
         watch.costs(cost)
         watch.durable(path)
-    saved = manifest.to_checkpoint(store.directory)
+    saved = manifest.to_checkpoint(path.parent)
     if options.has_manifest:
         return saved
     # As it is listed: of its facts, nothing is in the file.
