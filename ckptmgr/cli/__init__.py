@@ -31,7 +31,7 @@ from ckptmgr.cli.exits import (
     to_stderr,
     without_keys,
 )
-from ckptmgr.cli.layout import wrapped_help
+from ckptmgr.cli.layout import columns_of, wrapped_help
 from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session, WrappedCommand
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.crypto.keys.source_names import looks_like_key
@@ -251,7 +251,7 @@ def help_command(ctx: click.Context, topic: str | None) -> int:
         click.echo((group or ctx).get_help())
         return Exit.DONE
     if topic in _TOPICS:
-        click.echo(_TOPICS[topic]())
+        click.echo(wrapped_help(_TOPICS[topic](), columns_of(sys.stdout)))
         return Exit.DONE
     name, command, _ = cli.resolve_command(group, [topic])
     if command is not None:

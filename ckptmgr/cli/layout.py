@@ -64,14 +64,14 @@ def wrapped(line: str, columns: int | None) -> list[str]:
     return [f"{HANGING * (i > 0)}{line[span].rstrip()}" for i, span in enumerate(spans)] or [""]
 
 
-def wrapped_help(text: str, columns: int) -> str:
+def wrapped_help(text: str, columns: int | None) -> str:
     """Return a help text with the lines broken that click keeps as they are.
 
     An example goes on behind a backslash, as a shell reads it; an exit code, below its meaning.
     """
     lines: list[str] = []
     for line in text.splitlines():
-        if len(line) <= columns:
+        if columns is None or len(line) <= columns:
             lines.append(line)
         elif match := _EXAMPLE.match(line):
             lines += _wrapped_example(line, match.end(), columns)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _PATIENCE_S = 0.5
 _REDRAW_S = 0.1
 _PLAIN_S = 10.0
+_WIDE, _BAR = 60, 16
+_WIDE_ROOM, _NARROW_ROOM = _BAR + 40, 26
+"""Columns that bar, bytes, rate and time take; without bar and rate on a narrow terminal."""
+_LEAST_LABEL = 8
 
 
 class ProgressLine:
@@ -60,6 +64,7 @@ class ProgressLine:
         self._next_s = 0.0
         self._started_s = 0.0
         self._is_plain = False
+        self._room = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -104,11 +109,11 @@ class ProgressLine:
         progress, task = self._shown
         rounds, done_bytes = divmod(self._done_bytes, self._total_bytes)
         label = f"{self._label} (pass {rounds + 1})" if rounds else self._label
+        label = _elided(label, progress.console.width - self._room)
         progress.update(task, completed=done_bytes, description=label, refresh=True)
 
     def _start(self) -> tuple[Progress, TaskID]:
         from rich.console import Console
-        from rich.markup import escape
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -118,14 +123,16 @@ class ProgressLine:
             TransferSpeedColumn,
         )
 
-        self._label = escape(self._label)
+        console = Console(file=self._stream, no_color=None if self._has_color else True)
+        is_wide = console.width >= _WIDE
+        self._room = _WIDE_ROOM if is_wide else _NARROW_ROOM
         progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            TextColumn("{task.description}", markup=False),
+            *([BarColumn(_BAR)] if is_wide else []),
             DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            *([TransferSpeedColumn()] if is_wide else []),
             TimeRemainingColumn(),
-            console=Console(file=self._stream, no_color=None if self._has_color else True),
+            console=console,
             transient=True,
             auto_refresh=False,
             redirect_stdout=False,
@@ -134,6 +141,12 @@ class ProgressLine:
         task = progress.add_task(self._label, total=self._total_bytes)
         progress.start()
         return progress, task
+
+
+def _elided(label: str, columns: int) -> str:
+    """Return a label of at most so many columns; its end tells checkpoints apart."""
+    columns = max(columns, _LEAST_LABEL)
+    return label if len(label) <= columns else f"...{label[3 - columns :]}"
 
 
 def _mib(size_bytes: float) -> str:

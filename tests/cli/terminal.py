@@ -44,10 +44,11 @@ class Terminal:
         self._stream: Any = pyte.ByteStream(self._screen)
         self._leader, follower = pty.openpty()
         self._forker = forker
+        self._is_apart = stdout is not None
         self.resize(columns, lines)
         self._settings = termios.tcgetattr(self._leader)
         streams = (follower, follower if stdout is None else stdout, follower)
-        self._pid = forker.start(arguments, streams, **{"TERM": "xterm-256color", **extra})
+        self.pid = forker.start(arguments, streams, **{"TERM": "xterm-256color", **extra})
         self._code: int | None = None
         os.close(follower)
 
@@ -100,16 +101,16 @@ class Terminal:
         while self._read(end - time.monotonic()):
             pass
         assert time.monotonic() < end, f"still running:\n{self.text}"
-        self._code = self._forker.wait(self._pid)
+        self._code = self._forker.wait(self.pid)
         assert termios.tcgetattr(self._leader) == self._settings
-        assert self.has_cursor, self.raw
+        assert self.has_cursor or self._is_apart, self.raw
         return self._code
 
     def close(self) -> None:
         """Give the terminal back; kill the command if it goes on."""
         if self._code is None:
-            os.kill(self._pid, signal.SIGKILL)
-            self._forker.wait(self._pid)
+            os.kill(self.pid, signal.SIGKILL)
+            self._forker.wait(self.pid)
         os.close(self._leader)
 
     def _read(self, patience_s: float) -> bool:
