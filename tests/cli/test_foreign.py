@@ -476,3 +476,14 @@ def test_answer_at_a_terminal_decides_about_a_tool(tmp_path: Path) -> None:
     assert b"Remove 1 checkpoint for good? [y/N]: " in terminal.question()
     assert terminal.answer(b"y\n")[0] == 0
     assert names_in(directory) == ["2"]
+
+
+def test_stats_show_no_step_where_the_name_has_none_and_count_the_trash(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "dcp/alone", tmp_path / "plain/alone")
+    (item,) = run_json("stats", tmp_path / "plain")["items"]
+    assert item["newest"]["step"] is None
+    assert run("stats", tmp_path / "plain").stdout.splitlines()[1].split()[5] == "-"
+    directory = golden_run("transformers", tmp_path / "run")
+    assert run_json("stats", directory)["summary"]["trash_bytes"] == 0
+    assert prune(directory, "last(1)") == 0
+    assert run_json("stats", directory)["summary"]["trash_bytes"] > 40_000

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.running import key_file, run
 from tests.cli.test_ranks import STRATEGIES
+from tests.cli.watching import watching
 from tests.cli.world import commands
 from tests.support.foreign import GOLDEN, TOOLS, any_run, golden_run
 from tests.support.saved import save_run, tree_of
@@ -149,7 +150,7 @@ def test_doctor_names_the_tool_and_the_runs_below(tmp_path: Path) -> None:
 
 
 def test_merge_of_files_that_are_no_strategies_keeps_its_own_error(tmp_path: Path) -> None:
-    (tmp_path / "in").mkdir()
+    save_run(tmp_path / "in/own", [10])
     (tmp_path / "in/a.json").write_text('{"x": 0.5}')
     result = run("merge", tmp_path / "in", "-o", tmp_path / "out.ckpt")
     assert result.exit_code == 1
@@ -178,3 +179,10 @@ def test_file_in_the_place_of_a_directory_is_called_so(command: str, tmp_path: P
 
 def test_tools_of_this_file_are_those_that_are_known() -> None:
     assert set(NAMES) - {"dcp"} <= set(TOOLS)
+
+
+def test_lasting_watch_above_runs_says_that_they_are_not_watched(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs/own", [10])
+    with watching(tmp_path / "runs") as watch:
+        assert watch.stop() == 0
+    assert "1 run in folders below it: own (1 checkpoint); those are not watched" in watch.errors

@@ -298,3 +298,12 @@ def test_schemas_hold_every_object_of_ours_to_its_keys() -> None:
 
     for path in sorted(SCHEMAS.glob("*.json")):
         check(json.loads(path.read_text(encoding="utf-8")), path.stem)
+
+
+@pytest.mark.providers
+def test_json_of_a_bundle_fits_its_schema(world: World, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing")
+    shutil.copytree(world.directory / "runs", tmp_path / "runs")
+    result = run("sign", tmp_path / "runs", "--private-key", f"file:{world.directory}/bundle.pem", "--json")  # fmt: skip
+    assert result.exit_code == 0
+    check_document(json.loads(result.stdout), "sign")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -327,3 +328,13 @@ def test_no_line_is_wider_than_the_terminal_but_for_a_long_word(
     lines = ANSI.sub("", terminal.raw.decode()).split("\r\n")
     assert len(lines) > 1
     assert [line for line in lines if len(line) > columns and " " in line.strip()] == []
+
+
+def test_interrupt_with_json_is_one_object(forker: Preloaded, runs: Path) -> None:
+    with at_terminal(forker, *asking("rm", runs), "--json") as terminal:
+        terminal.until("? [y/N]:")
+        terminal.press(CTRL_C)
+        assert terminal.end() == 130
+    shown = "".join(terminal.lines)  # of 80 columns each
+    error = json.loads(shown[shown.index("{") : shown.rindex("}") + 1])
+    assert (error["code"], error["error"]) == (130, "Interrupted")

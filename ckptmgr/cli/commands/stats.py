@@ -36,6 +36,7 @@ class _Run:
     directory: Path
     run: str | None
     checkpoints: Sequence[Checkpoint]
+    without_step: frozenset[Path] = frozenset()
 
     @property
     def size_bytes(self) -> int:
@@ -46,6 +47,13 @@ class _Run:
     def newest(self) -> Checkpoint:
         """The one that was saved last."""
         return max(self.checkpoints, key=lambda one: one.saved_at)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the newest one; None where it is not known."""
+        newest = self.newest
+        is_known = newest.path not in self.without_step and render.step(newest) != "-"
+        return newest.step if is_known else None
 
 
 @options.command(
@@ -95,17 +103,22 @@ def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
     for one in entries:
         place = (one.directory, one.run, one.foreign is not None)
         found.setdefault(place, []).append(one.checkpoint)
+    stepless = frozenset(
+        one.checkpoint.path for one in entries if one.foreign and not one.foreign.has_step
+    )
     for (directory, run, _), checkpoints in found.items():
-        yield _Run(directory=directory, run=run, checkpoints=checkpoints)
+        yield _Run(directory=directory, run=run, checkpoints=checkpoints, without_step=stepless)
 
 
 def _trash_bytes(places: Sequence[Place]) -> int:
+    from ckptmgr.maintenance.foreign.trash import foreign_batches
     from ckptmgr.store import trash
 
     total = 0
     for place in places:
         try:
             total += sum(batch.size_bytes for batch in trash.batches(place.store))
+            total += sum(batch.size_bytes for batch in foreign_batches(place.store))
         except OSError as error:
             note(f"the trash in {place.store.directory} cannot be read: {error.strerror}")
     return total
@@ -141,7 +154,7 @@ def _print_json(output: Output, runs: Sequence[_Run], trash_bytes: int, now: dat
             "run": run.run,
             "count": len(run.checkpoints),
             "size_bytes": run.size_bytes,
-            "newest": {"path": str(run.newest.path), "step": run.newest.step},
+            "newest": {"path": str(run.newest.path), "step": run.step},
             "saved_at": render.timestamp(run.newest.saved_at),
             "oldest_saved_at": render.timestamp(min(one.saved_at for one in run.checkpoints)),
             "kinds": dict(_by_kind(run.checkpoints)),
@@ -173,7 +186,7 @@ def _print(output: Output, runs: Sequence[_Run], trash_bytes: int, now: datetime
             str(len(run.checkpoints)),
             render.size(run.size_bytes),
             f"{run.size_bytes / total:.0%}" if total else "-",
-            render.step(run.newest),
+            "-" if run.step is None else str(run.step),
             render.age(run.newest.saved_at, now),
             ", ".join(_by_kind(run.checkpoints)),
         )
