@@ -30,7 +30,8 @@ class SaveStats:
         stage_s: Copying the state into staging memory.
         write_s: Gathering, encrypting, digesting and writing, which overlap.
         sync_s: Waiting for the disk to confirm.
-        commit_s: Manifest, rename and directory syncs.
+        commit_s: Manifest, rename and directory syncs; the votes of ranks; the upload of a run that
+            saves to an address.
         size_bytes: Size of the file.
         staged_bytes: Bytes copied into staging memory.
         staging_bytes: All staging memory, kept for the next save.

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that saves to an address, or a prune of it, that ends at one of its requests.
 
-`python -m tests.objects.dying_save save|prune URL REQUEST [in-flight]`: each line of the output of a
+`python -m tests.objects.dying_save save|mirror|prune URL REQUEST [in-flight]`: each line of the output of a
 run is the step of a save that was acknowledged; that of an uncut program ends with its requests.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy as np
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.cli import remote_prune
 from ckptmgr.objects import requests
+from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.objects.dying_run import Dying
@@ -30,13 +33,27 @@ def train(url: str, until: int = STEPS) -> None:
             print(step, flush=True)  # noqa: T201
 
 
+def train_mirrored(folder: Path, url: str) -> None:
+    """Save up to the last step, each after the upload of the one before."""
+    with CheckpointManager(folder, mirror=Mirror(url, keep="last(1)", retry_s=0)) as manager:
+        start = manager.resume({"w": np.zeros(9)}).next_step
+        for step in range(max(1, start), STEPS + 1):
+            handle = manager.save(step, {"w": np.full(9, float(step))})
+            assert handle is not None
+            assert handle.mirrored is not None
+            handle.mirrored.result(60)
+            print(step, flush=True)  # noqa: T201
+
+
 def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
     """Run the program with a store that ends the process."""
     objects = Dying(requests.open_objects(url), last, is_in_flight=is_in_flight)
-    for place in (writers, remote_prune, requests):
+    for place in (writers, mirrors, remote_prune, requests):
         place.open_objects = lambda url: objects  # type: ignore[attr-defined]
     if kind == "save":
         train(url)
+    elif kind == "mirror":
+        train_mirrored(Path(tempfile.gettempdir()) / "run", url)
     else:
         assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
     for one in objects.requests:

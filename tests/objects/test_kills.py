@@ -18,7 +18,7 @@ from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import DEFAULT_TRUST
 from tests.cli.running import run
-from tests.objects.dying_save import STEPS, train
+from tests.objects.dying_save import STEPS, train, train_mirrored
 from tests.support.saved import save_run
 
 pytestmark = pytest.mark.objects
@@ -101,6 +101,21 @@ def test_run_that_is_killed_at_any_write_loses_nothing_and_goes_on_on_both_machi
         assert max(_listed(url)) == STEPS + 1
         staged = [path for path in folder.rglob("ckpt*") if path.is_file()]
         assert not (number % 2 and staged), "the same machine leaves what the killed run has staged"
+
+
+def test_mirror_that_is_killed_at_any_write_loses_nothing_and_the_next_run_finishes(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    ended = _cut_everywhere("mirror", new_bucket, lambda url: None, tmp_path)
+    assert len(ended) == 2 * 6
+    for url, folder, acknowledged in ended:
+        found = _listed(url)
+        assert set(found.values()) <= {State.OK}
+        assert run("verify", url).exit_code in ((0,) if found else (10,))
+        if acknowledged:
+            assert max(found) >= acknowledged[-1]
+        train_mirrored(folder / "run", url)
+        assert _listed(url) == {STEPS: State.OK}
 
 
 def test_prune_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finishes(

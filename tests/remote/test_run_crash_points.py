@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.cli import remote_prune
+from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote import writer as writers
 from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, run, run_json
@@ -102,6 +103,44 @@ def test_run_that_ends_at_any_request_loses_nothing_and_the_next_one_finishes(
         left = len(bucket.list("data/")) - len(kept)
         if left:
             _check_leftovers(bucket, left)
+
+
+def _train_mirrored(folder: Path, url: str) -> list[int]:
+    """Save the missing steps, one in each run; return those whose uploads were acknowledged."""
+    acknowledged = []
+    for _ in range(_LAST):
+        handle = None
+        mirror = Mirror(url, keep="last(1)", retry_s=0)
+        with CheckpointManager(folder, mirror=mirror) as manager:
+            try:
+                step = manager.resume().next_step or 1
+            except Died:
+                break
+            if step <= _LAST:
+                handle = manager.save(step, {"w": np.full(9, float(step))})
+        if handle is not None and handle.mirrored is not None and not handle.mirrored.exception():
+            acknowledged.append(step)
+    return acknowledged
+
+
+def test_mirror_that_ends_at_any_request_loses_nothing_and_the_next_run_finishes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Objects] = []
+    monkeypatch.setattr(mirrors, "open_objects", lambda url: made[-1])
+    calm = CountedObjects(open_objects(new_url()))
+    made.append(calm)
+    assert _train_mirrored(tmp_path / "calm", calm.url) == [1, 2]
+    for number, (last, is_done) in enumerate(_cuts(calm.requests)):
+        bucket = open_objects(new_url())
+        made.append(CountedObjects(bucket, last=last, is_done=is_done))
+        folder = tmp_path / str(number)
+        acknowledged = _train_mirrored(folder, bucket.url)
+        found = _steps(whole_names(bucket, tmp_path))
+        assert not acknowledged or max(found) >= acknowledged[-1], "an upload is lost"
+        made.append(bucket)
+        _train_mirrored(folder, bucket.url)
+        assert _steps(whole_names(bucket, tmp_path)) == {_LAST}, (last, is_done)
 
 
 def test_prune_that_ends_at_any_request_loses_nothing_and_the_next_one_finishes(

@@ -364,6 +364,28 @@ def test_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path) -> None:
     assert [one.is_damaged for one in found.skipped] == [True]
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no route"), PermissionError(13, "denied")])
+def test_resume_takes_no_older_checkpoint_while_the_newest_cannot_be_read(
+    stores_of: Callable[[Objects], None], error: OSError
+) -> None:
+    url = new_url()
+    with CheckpointManager(url) as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step))
+
+    class Unreadable(CountedObjects):
+        def read(self, key: str, offset: int, length: int) -> bytes:
+            if "ckpt-2" in key:
+                raise error
+            return super().read(key, offset, length)
+
+    stores_of(Unreadable(open_objects(url)))
+    manager = CheckpointManager(url)
+    with pytest.raises(type(error)):
+        manager.resume()
+    manager.close()
+
+
 def test_run_with_a_key_uploads_ciphertext_only(machine: Path) -> None:
     url = new_url()
     config = CheckpointConfig(format="safetensors", enc_key=KEY.raw)
