@@ -106,7 +106,7 @@ class Output:
     def line(self, *cells: Cell | str) -> None:
         """Print one line of text."""
         parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
-        shown = [Cell(escape(cut(part.text)), part.style) for part in parts]
+        shown = [Cell(_spelled_out(cut(part.text), sys.stdout), part.style) for part in parts]
         if self.has_color:
             _print_styled(shown, sys.stdout, self.columns)
         else:
@@ -116,7 +116,7 @@ class Output:
         """Print rows under a header; `right` holds the headings of right-aligned columns."""
         aligned_right = {i for i, name in enumerate(header) if name in right.split()}
         styled = [[Cell(name, "bold") for name in header], *rows]
-        lines = [[escape(cell.text) for cell in line] for line in styled]
+        lines = [[_spelled_out(cell.text, sys.stdout) for cell in line] for line in styled]
         if self.columns is not None:
             fitted = layout.fit(lines, aligned_right, self.columns)
             if fitted is not None:
@@ -160,7 +160,8 @@ class Output:
             click.echo(b"".join(name + b"\0" for name in names), nl=False)
             return
         for name in names:
-            click.echo(quoted_name(name) if self.is_terminal else name)
+            encoding = sys.stdout.encoding or "utf-8"
+            click.echo(quoted_name(name, encoding) if self.is_terminal else name)
         if not self.is_terminal and any(b"\n" in name for name in names):
             note("a name contains a line feed, so it looks like two; -0 separates names by NUL")
 
@@ -198,18 +199,22 @@ def make_output(ctx: click.Context, root: Path) -> Output:
     )
 
 
-def quoted_name(name: bytes) -> str:
-    """Return a name as a shell reads it: bare, in quotes, or as `$'...'` if it is not printable."""
+def quoted_name(name: bytes, encoding: str = "utf-8") -> str:
+    """Return a name as a shell reads it: bare, in quotes, or as `$'...'` if it cannot be shown."""
     text = name.decode("utf-8", "surrogateescape")
-    if text.isprintable():
+    if _can_show(text, encoding):
         return shlex.quote(text)
-    return f"$'{''.join(map(_spelled, text))}'"
+    return f"$'{''.join(_spelled(char, encoding) for char in text)}'"
 
 
-def _spelled(char: str) -> str:
+def _can_show(text: str, encoding: str) -> bool:
+    return text.isprintable() and text == text.encode(encoding, "ignore").decode(encoding)
+
+
+def _spelled(char: str, encoding: str) -> str:
     if char in "\\'":
         return f"\\{char}"
-    if char.isprintable():
+    if _can_show(char, encoding):
         return char
     if char in _SPELLED:
         return _SPELLED[char]
@@ -234,11 +239,18 @@ def _is_utf8(stream: TextIO) -> bool:
         return False
 
 
-def _print_plain(lines: Sequence[str], stream: TextIO) -> None:
+def _spelled_out(text: str, stream: TextIO) -> str:
+    """Return text that a stream can carry, and that cannot steer a terminal."""
+    shown = escape(text)
+    if shown.isascii():
+        return shown
     encoding = stream.encoding or "utf-8"
+    return shown.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def _print_plain(lines: Sequence[str], stream: TextIO) -> None:
     for start in range(0, len(lines), _LINES_AT_ONCE):
-        text = "\n".join(lines[start : start + _LINES_AT_ONCE])
-        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+        click.echo("\n".join(lines[start : start + _LINES_AT_ONCE]), file=stream)
 
 
 def _print_styled(cells: Sequence[Cell], stream: TextIO, columns: int | None) -> None:

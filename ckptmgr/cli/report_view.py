@@ -77,7 +77,7 @@ def print_markdown(report: RunReport) -> None:
     failures = list(_failures(report))
     if failures:
         lines += ["", "## Failures", "", *(f"* {_markdown(one)}" for one in failures)]
-    click.echo("\n".join(lines))
+    click.echo(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"), nl=False)
 
 
 def print_text(output: Output, report: RunReport) -> None:

@@ -271,6 +271,33 @@ def test_key_that_is_asked_for_is_not_shown(
     assert "Traceback" not in terminal.text
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [
+        ("ascii", "$'{}/n\\303\\251t.ckpt'"),
+        ("cp1252", "'{}/n\u00e9t.ckpt'"),
+        ("utf-8", "'{}/n\u00e9t.ckpt'"),
+    ],
+)
+def test_name_at_a_terminal_is_quoted_where_the_charset_lacks_it(
+    forker: Preloaded, tmp_path: Path, encoding: str, shown: str
+) -> None:
+    (tmp_path / "n\u00e9t.ckpt").write_bytes(b"x")
+    with at_terminal(forker, "ls", "-q", tmp_path, encoding=encoding) as terminal:
+        assert terminal.end() == 0
+    assert terminal.raw.decode(encoding).strip() == shown.format(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_progress_and_table_of_a_terminal_that_is_not_utf8(
+    forker: Preloaded, tmp_path: Path, encoding: str
+) -> None:
+    save_run(tmp_path, [10], series="n\u00e9t\u2192")
+    with at_terminal(forker, "verify", tmp_path, encoding=encoding, patience_s=0.0) as terminal:
+        assert terminal.end() == 0
+    assert "\\u2192-1_10.ckpt  checked manifest" in terminal.raw.decode(encoding)
+
+
 def test_result_that_is_longer_than_the_screen_is_not_paged(
     forker: Preloaded, tmp_path: Path
 ) -> None:
