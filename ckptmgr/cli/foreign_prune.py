@@ -17,7 +17,6 @@ from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.foreign import trash
-from ckptmgr.maintenance.foreign.check import needs_proof
 from ckptmgr.maintenance.foreign.prune import (
     ForeignProposal,
     carry_out_foreign,
@@ -98,6 +97,8 @@ def prune_foreign(
             f"--series and --by-series are not for checkpoints of {' and '.join(titles_of(listing))}",
             hint="drop them: each tool is counted by itself",
         )
+    from ckptmgr.maintenance.foreign.check import needs_proof
+
     if needs_proof(store.trust):
         raise UnsafePrune(
             f"no key proves the checkpoints of {' and '.join(titles_of(listing))}, so none may go",

@@ -131,7 +131,6 @@ def verify_command(
     from ckptmgr.cli.foreign import select_foreign
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
     from ckptmgr.cli.selectors import Selected, root_of, select
-    from ckptmgr.maintenance.foreign.check import checked_foreign
     from ckptmgr.maintenance.past_checks import recorder
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
@@ -196,6 +195,10 @@ def verify_command(
             yield answer
 
     def of_others() -> Iterator[Verification]:
+        if not foreign:
+            return
+        from ckptmgr.maintenance.foreign.check import checked_foreign
+
         for store, theirs in foreign:
             with output.progress(theirs.checkpoint.name, theirs.checkpoint.size_bytes):
                 answer = checked_foreign(store, theirs, depth)
