@@ -198,14 +198,14 @@ class TableView:
         if self._live is None:
             from rich.live import Live
 
-            self._live = Live(
+            live = self._live = Live(
                 console=_console(self._output),
                 vertical_overflow="crop",
                 auto_refresh=False,
                 redirect_stdout=False,
                 redirect_stderr=False,
             )
-            self._live.start()
+            live.start()
         return self._live
 
     def _text(self, lines: Sequence[Sequence[Cell]]) -> Text:
