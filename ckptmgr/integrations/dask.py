@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false
+# (without Dask pyright takes this file for it)
 """Verify directories of many checkpoints with Dask: threads, processes, or a cluster.
 
 ```

@@ -49,6 +49,7 @@ _REMEMBERED = (Status.OK, Status.PLAIN, Status.PARTIAL, Status.DAMAGED, Status.M
 _STATUSES = [status.value for status in _REMEMBERED]
 _BAD = (Status.DAMAGED.value, Status.MISSING.value)
 _MOST_PROBLEM = 400
+_MOST_LOOKS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,11 +215,10 @@ def recall(store: Store, checkpoints: Collection[Checkpoint]) -> dict[str, PastC
         about = [record for record in records.get(one.name, ()) if record.id == one.id]
         if not about:
             continue
-        try:
+        files: tuple[str, ...] = ()
+        with contextlib.suppress(OSError):
             files = tuple(_files(store, one))
-        except OSError:
-            continue
-        about = [record for record in about if record.files == files]
+        about = [record for record in about if files and record.files == files]
         past = _last_word(about).check if about else None
         # Keys do not prove a record, so where they are given it says nothing good.
         if past is not None and (past.is_bad or not store.trust.is_strict):
@@ -234,8 +234,11 @@ def _all_records(store: Store) -> dict[str, list[_Record]]:
         status = store.fs.status(folder)
         if status is None or not status.is_directory:
             return {}
-        while names != (now := _record_files(store, folder)):  # a run may merge some meanwhile
-            names, found = now, {}
+        for _ in range(_MOST_LOOKS):  # runs may merge some meanwhile
+            before, names = names, _record_files(store, folder)
+            if names == before:
+                break
+            found = {}
             for name in names:
                 for record in _lines(store, folder / name):
                     found.setdefault(record.name, []).append(record)

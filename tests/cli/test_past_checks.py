@@ -149,6 +149,15 @@ def test_record_that_is_none_says_nothing(content: bytes, end: bytes, tmp_path: 
     assert checked(tmp_path) == [None]
 
 
+def test_entry_that_is_no_file_is_no_record(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    run("verify", tmp_path)
+    (tmp_path / FOLDER_NAME / "checks-0.jsonl").mkdir()
+    assert [item["status"] if item else None for item in checked(tmp_path)] == ["ok"]
+    assert run("verify", tmp_path).exit_code == 0
+    assert (tmp_path / FOLDER_NAME / "checks-0.jsonl").is_dir()
+
+
 def test_records_of_removed_checkpoints_go(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     run("verify", tmp_path)

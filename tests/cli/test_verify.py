@@ -355,3 +355,16 @@ def test_last_checkpoint_is_not_moved_and_the_error_is_said(tmp_path: Path) -> N
     assert json.loads(result.stdout)["summary"]["quarantined"] == []
     assert "UnsafePrune" in result.stderr
     assert first.exists()
+
+
+def test_quick_check_reads_a_header_that_is_longer_than_the_head_of_the_file(
+    tmp_path: Path,
+) -> None:
+    many = [tensor_from_array(f"layer.{n}.weight", np.zeros(1, np.float32)) for n in range(400)]
+    options = SaveOptions(format="safetensors")
+    (path,) = save_run(tmp_path, [10], options=options, content=many)
+    assert path.stat().st_size > 1 << 14
+    assert run("verify", tmp_path, "--quick").exit_code == 0
+    flip(path, (1 << 14) + 100)  # in the header
+    result = run("verify", tmp_path, "--quick")
+    assert (result.exit_code, "damaged" in result.stdout) == (1, True)
