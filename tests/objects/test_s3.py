@@ -139,6 +139,28 @@ def test_copies_are_listed_verified_and_pruned(
     assert [one["path"] for one in run_json("ls", url)["items"]] == [f"{url}/net-1_3.ckpt"]
 
 
+def test_watch_mirrors_what_it_verified_and_goes_on_after_a_restart(
+    new_bucket: Callable[..., str], lose_server: Callable[[str], None], tmp_path: Path
+) -> None:
+    url = new_bucket()
+    watch = ("watch", tmp_path / "runs", "--once", "--mirror", url, "--mirror-keep", "last(2)")
+    save_run(tmp_path / "runs", [1, 2])
+    first = run(*watch)
+    assert first.exit_code == 0, first.output
+    assert first.stdout.count("mirrored") == 2
+    with CheckpointManager(tmp_path / "runs", prefix="net") as manager:
+        manager.resume()
+        manager.save(3, {"w": np.zeros(9)})
+    again = run(*watch)
+    assert again.exit_code == 0, again.output
+    assert again.stdout.count("mirrored") == 1
+    assert _listed(url) == {2: State.OK, 3: State.OK}
+    lose_server(url)
+    lost = run(*watch)
+    assert lost.exit_code == 1
+    assert "mirror: the mirror fails, and is tried again: " in lost.stdout
+
+
 def test_bucket_that_is_not_there_is_named(new_bucket: Callable[..., str], tmp_path: Path) -> None:
     scheme = new_bucket().partition(":")[0]
     save_run(tmp_path / "runs", [1])

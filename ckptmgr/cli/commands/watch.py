@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -23,6 +17,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.durations import parse_time, seconds_of
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
+from ckptmgr.cli.watch_program import program_of
 from ckptmgr.core.contexts import contextmanager
 
 if TYPE_CHECKING:
@@ -31,11 +26,10 @@ if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
     from ckptmgr.maintenance.watch.model import Report
     from ckptmgr.maintenance.watch.watcher import Watcher
+    from ckptmgr.remote.watch_mirror import WatchMirror
 
-_EXEC_TIMEOUT_S = 60.0
-_MOST_MESSAGE = 4096
-"""Characters of a message in the environment: Linux starts no program with a variable of 128 KiB."""
 _SETTLE_S = 10.0
+_MIRROR_WITHIN_S = 3600.0
 _REFRESH_S = 15
 
 
@@ -82,6 +76,16 @@ _REFRESH_S = 15
 )
 @click.option("--keep", metavar="EXPR", help="With --prune: the policy.  [default: ckptmgr.toml]")
 @click.option("--grace", metavar="TIME", help="With --prune: life of the trash.  [default: 24h]")
+@click.option(
+    "--mirror", "mirror_url", metavar="URL", help="Upload what was verified to an object store."
+)
+@click.option("--mirror-keep", metavar="EXPR", help="With --mirror: what to keep there.")
+@click.option(
+    "--mirror-within",
+    metavar="TIME",
+    callback=seconds_of,
+    help="With --mirror: alarm when a checkpoint waits longer for its upload.  [default: 1h]",
+)
 @click.option(
     "--state",
     "state_file",
@@ -131,6 +135,10 @@ def watch_command(
     runs apply their own. --quarantine moves damaged checkpoints of such series to the folder
     .ckptmgr-quarantine, where they stay until they are moved back or removed by hand.
 
+    --mirror uploads each checkpoint that was verified, also those of live runs, and what is not
+    there yet after a restart; of several directories, each to a folder of its name below the URL.
+    With --prune, nothing goes before it was uploaded. Credentials come from the environment.
+
     --exec runs a program without a shell; it reads the event as JSON, and CKPTMGR_WATCH_ALARM,
     CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and CKPTMGR_WATCH_MESSAGE are
     set.
@@ -153,8 +161,10 @@ def watch_command(
         )
         check_not_foreign(OsFileSystem(), path)
         _look_below(path, is_once=is_once)
-    run = _program(command)
-    settings = _settings(paths, level, given_trust, is_once=is_once, state=state_file, **given)
+    run = program_of(command)
+    settings = _settings(
+        paths, level, given_trust, session, is_once=is_once, state=state_file, **given
+    )
     output = render.make_output(ctx, paths[0])
     if serve is not None and is_once:
         raise UsageProblem("--serve needs a watch that goes on", hint="drop --once, or use report")
@@ -195,6 +205,7 @@ def _settings(
     paths: Sequence[Path],
     level: str | None,
     given_trust: options.GivenTrust,
+    session: Session,
     *,
     is_once: bool,
     state: Path | None,
@@ -207,6 +218,9 @@ def _settings(
     quarantines: bool,
     keep: str | None,
     grace: str | None,
+    mirror_url: str | None,
+    mirror_keep: str | None,
+    mirror_within: float | None,
 ) -> Any:
     from ckptmgr.cli.policy_file import load_policy
     from ckptmgr.maintenance.verdict import Level
@@ -216,19 +230,24 @@ def _settings(
 
     if not prunes and (keep is not None or grace is not None):
         raise UsageProblem("--keep and --grace need --prune", hint="add --prune, or drop them")
-    depth = Level(level or "full")
+    if mirror_url is None and (mirror_keep is not None or mirror_within is not None):
+        raise UsageProblem(
+            "--mirror-keep and --mirror-within need --mirror", hint="add --mirror URL, or drop them"
+        )
+    depth, trust = Level(level or "full"), given_trust.load()
     limits = Limits(
         expect_every_s=expect_every,
         slow_factor=slow,
         full_within_s=full_within,
         settle_s=0.0 if is_once else min(_SETTLE_S, poll),  # there is no second look
         retry_s=poll,
+        mirror_within_s=mirror_within or _MIRROR_WITHIN_S,
     )
     policy_of = partial(load_policy, keep) if prunes else None
     for path in paths if policy_of is not None else ():
         load_policy(keep, path)
     return Settings(
-        trust=given_trust.load(),
+        trust=trust,
         level=depth,
         limits=limits,
         poll_s=poll,
@@ -237,8 +256,30 @@ def _settings(
         policy_of=policy_of,
         grace=parse_time(grace or "24h"),
         memory=None if state is None else Memory(options.absolute(state), level=depth),
+        uploads=None
+        if mirror_url is None
+        else _uploads(mirror_url, mirror_keep, paths, trust, session.clock),
         is_once=is_once,
     )
+
+
+def _uploads(
+    url: str,
+    keep: str | None,
+    paths: Sequence[Path],
+    trust: Trust,
+    clock: Callable[[], float],
+) -> WatchMirror:
+    from ckptmgr.policy.text import parse_policy
+    from ckptmgr.remote.watch_mirror import WatchMirror, addresses_of
+
+    options.checked_address(url)
+    try:
+        addresses = addresses_of(url, paths)
+    except ValueError as error:
+        raise UsageProblem(str(error), hint="see docs/watch.md") from None
+    policy = None if keep is None else parse_policy(keep)
+    return WatchMirror(addresses, trust=trust, keep=policy, clock=clock)
 
 
 def _follow(
@@ -307,52 +348,3 @@ def _ended_by_signals(watcher: Watcher) -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _program(command: str | None) -> Callable[[Report], None]:
-    """Return the function that runs the program of `--exec` for a report."""
-    if command is None:
-        return lambda _: None
-    try:
-        arguments = shlex.split(command)
-    except ValueError as error:
-        raise UsageProblem(f"--exec: {error}", hint="quote it as for a shell") from error
-    if not arguments:
-        raise UsageProblem("--exec names no program", hint="write --exec 'PROGRAM ARGUMENT...'")
-    if shutil.which(arguments[0]) is None:
-        hint = "give its path, or put it on PATH; alarms would be lost"
-        raise UsageProblem(f"--exec: no such program: {arguments[0]}", hint=hint)
-    return partial(_run_program, arguments)
-
-
-def _run_program(arguments: Sequence[str], report: Report) -> None:
-    from ckptmgr.cli.watch_view import report_json
-    from ckptmgr.crypto.keys.child_environment import child_environment
-
-    facts = {
-        "EVENT": report.event,
-        "ALARM": report.alarm or "",
-        "DIRECTORY": "" if report.directory is None else os.fspath(report.directory),
-        "MESSAGE": _shortened(report.message),
-    }
-    environment = {f"CKPTMGR_WATCH_{name}": text.replace("\0", "") for name, text in facts.items()}
-    try:
-        done = subprocess.run(  # noqa: S603 - the program that the user names
-            arguments,
-            input=json.dumps(render.finite(report_json(report))).encode() + b"\n",
-            stdout=sys.__stderr__,  # stdout carries the result only
-            env={**child_environment(), **environment},
-            timeout=_EXEC_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        note(f"--exec {arguments[0]}: {error}")
-        return
-    if done.returncode:
-        note(f"--exec {arguments[0]} ended with status {done.returncode}")
-
-
-def _shortened(message: str) -> str:
-    """Return a message that the environment can hold; names in a file are of any length and text."""
-    text = message.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _MOST_MESSAGE else f"{text[: _MOST_MESSAGE - 3]}..."

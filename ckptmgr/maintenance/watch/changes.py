@@ -73,13 +73,17 @@ class Batch:
     has_losses: bool = False
 
 
+class _Wake:
+    """End of a wait without a change."""
+
+
 class Changes(contextlib.AbstractContextManager["Changes"]):
     """Follows directories within a `with` block; `is_polling` follows none."""
 
     def __init__(
         self, *, is_polling: bool = False, kind_of: Callable[[Path], str | None] = kind_of
     ) -> None:
-        self._queue: queue.SimpleQueue[tuple[Path, str, bool] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Path, str, bool] | _Wake | None] = queue.SimpleQueue()
         self._watches: dict[Path, ObservedWatch] = {}
         self._is_polling = is_polling
         self._kind_of = kind_of
@@ -132,6 +136,10 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
         if leads_to_listing(name, is_removed=is_removed):
             self._queue.put((directory, name, is_removed))
 
+    def wake(self) -> None:
+        """End the wait; for other threads."""
+        self._queue.put(_Wake())
+
     def wait(self, timeout_s: float) -> Batch:
         """Return the changes, which may be none, after waiting for the first one at most so long.
 
@@ -149,6 +157,8 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
             timeout_s = _QUIET_S
             if one is None:
                 batch.has_losses = True
+                continue
+            if isinstance(one, _Wake):
                 continue
             directory, name, is_removed = one
             batch.changed.add(directory)

@@ -8,7 +8,6 @@ alarms that stand are computed from its state each time, and reported when one b
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
@@ -21,6 +20,8 @@ from ckptmgr.maintenance.watch.alarms import (
     slowdowns,
     time_text,
 )
+from ckptmgr.maintenance.watch.checks import ALARM_OF, PASSED, Check, result_of
+from ckptmgr.maintenance.watch.mirroring import MirrorState, Upload
 from ckptmgr.maintenance.watch.model import (
     AlarmKey,
     AlarmKind,
@@ -34,31 +35,6 @@ from ckptmgr.maintenance.watch.model import (
 )
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm, Save
 from ckptmgr.observe.log import decimal_size
-
-PASSED = (Status.OK, Status.UNVERIFIED, Status.PARTIAL)
-_ALARM_OF: Mapping[Status, AlarmKind] = {
-    Status.DAMAGED: "damaged",
-    Status.MISSING: "damaged",
-    Status.UNREADABLE: "unreadable",
-    Status.WRONG_KEY: "unproven",
-    Status.UNSEALED: "unproven",
-    Status.UNPROVEN: "unproven",
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Check:
-    """Last check of a checkpoint: of which files, its result, and when to repeat it."""
-
-    fingerprint: str
-    status: Status = Status.OK
-    problem: str = ""
-    retry_at: float | None = None
-    is_believed: bool = True
-
-    @property
-    def has_passed(self) -> bool:
-        return self.status in PASSED
 
 
 class DirectoryWatch:
@@ -88,8 +64,7 @@ class DirectoryWatch:
         self._finished: dict[str, Seen] = {}
         self._first_seen: dict[str, tuple[str, float]] = {}
         self._checks = {
-            name: _Check(fingerprint=fingerprint)
-            for name, fingerprint in (remembered or {}).items()
+            name: Check(fingerprint=fingerprint) for name, fingerprint in (remembered or {}).items()
         }
         self._rhythms: dict[str, Rhythm] = {}
         self._trend = DiskTrend()
@@ -98,11 +73,24 @@ class DirectoryWatch:
         self._planned: dict[str, frozenset[tuple[str, str]]] = {}
         self._retention: dict[str, str] = {}
         self._moved: set[tuple[str, str]] = set()
+        self.mirror = MirrorState(directory)
 
     @property
     def passed(self) -> dict[str, str]:
         """Name to fingerprint of the checkpoints whose last check they passed, for a restart."""
         return {n: one.fingerprint for n, one in sorted(self._checks.items()) if one.has_passed}
+
+    @property
+    def whole(self) -> list[Seen]:
+        """The checkpoints whose last check they passed, and that have a manifest."""
+        return [
+            one
+            for name, one in self._finished.items()
+            if one.checkpoint.state is State.OK
+            and (check := self._checks.get(name)) is not None
+            and check.fingerprint == one.fingerprint
+            and check.has_passed
+        ]
 
     @property
     def holders(self) -> Mapping[str, Holder]:
@@ -163,7 +151,7 @@ class DirectoryWatch:
         retry_s = limits.retry_s if answer.status is Status.UNREADABLE else None
         if not is_believed:
             retry_s = limits.settle_s
-        check = self._checks[name] = _Check(
+        check = self._checks[name] = Check(
             fingerprint=seen.fingerprint,
             status=answer.status,
             problem="; ".join(answer.problems),
@@ -172,7 +160,7 @@ class DirectoryWatch:
         )
         is_news = before is None or not is_again or not before.is_believed
         reports = []
-        if is_believed and (is_news or _result(before) != _result(check)):
+        if is_believed and (is_news or result_of(before) != result_of(check)):
             words = [f"{name} {answer.status.value}", check.problem]
             reports.append(
                 self._report(
@@ -186,9 +174,13 @@ class DirectoryWatch:
             )
         return [*reports, *self.ticked(at)]
 
+    def mirrored(self, at: float, upload: Upload) -> list[Report]:
+        """Take the end of an attempt to mirror."""
+        return [*self.mirror.took(at, upload), *self.ticked(at)]
+
     def gone(self, at: float, seen: Seen) -> None:
         """Take that a checkpoint was removed before or during its check; a listing reports it."""
-        self._checks[seen.checkpoint.name] = _Check(
+        self._checks[seen.checkpoint.name] = Check(
             fingerprint=seen.fingerprint,
             status=Status.UNREADABLE,
             retry_at=at + self._limits.retry_s,
@@ -216,6 +208,7 @@ class DirectoryWatch:
         """Return when, after `at`, the passing of time alone leads to a decision, or None."""
         times = [ready_at for ready_at, _ in self._waiting()]
         times += [deadline for _, deadline, _ in self._deadlines()]
+        times += self.mirror.deadlines(self._limits)
         return min((one for one in times if one > at), default=None)
 
     def _waiting(self) -> Iterator[tuple[float, Seen]]:
@@ -324,11 +317,12 @@ class DirectoryWatch:
             return
         for name, check in self._checks.items():
             if check.is_believed and not check.has_passed:
-                key = AlarmKey(_ALARM_OF[check.status], name)
+                key = AlarmKey(ALARM_OF[check.status], name)
                 yield key, f"{name}: {check.problem or check.status.value}"
         yield from self._failures.alarms(self._listing)
         yield from slowdowns(self._limits, self._rhythms)
         yield from shortages(self._limits, self._listing, self._rhythms, self._trend)
+        yield from self.mirror.alarms(self._limits, at)
         for series, problem in self._retention.items():
             yield AlarmKey("retention", series), f"retention of {series} failed: {problem}"
 
@@ -377,10 +371,6 @@ class DirectoryWatch:
             status=status,
             figures=figures or {},
         )
-
-
-def _result(check: _Check | None) -> tuple[Status, str] | None:
-    return None if check is None else (check.status, check.problem)
 
 
 def _is_new(one: Seen, before: Mapping[str, Seen]) -> bool:

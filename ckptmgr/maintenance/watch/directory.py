@@ -17,6 +17,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
 from ckptmgr.io.temp_names import final_name, parse_temp
 from ckptmgr.maintenance.prune import PruneResult, carry_out, propose
+from ckptmgr.maintenance.prune_plan import Spared, nothing_spared
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint, was_removed
 from ckptmgr.maintenance.watch.model import Holder, Listing, Seen
@@ -87,16 +88,24 @@ class WatchedDirectory:
         return None if was_removed(store, answer) else answer
 
     def prune(
-        self, series: str, policy: RetentionPolicy, *, at: float, grace: timedelta
+        self,
+        series: str,
+        policy: RetentionPolicy,
+        *,
+        at: float,
+        grace: timedelta,
+        stays: Spared = nothing_spared,
     ) -> PruneResult:
         """Apply retention to one series, into the trash; remove expired batches from the trash.
+
+        `stays` says which checkpoints stay whatever the policy says.
 
         Raises:
             CkptmgrError, OSError: The policy is refused, or the disk fails.
         """
         with self.store.fs.hold_directory(self.path):
             now = datetime.fromtimestamp(at, UTC)
-            proposal = propose(self.store, policy, now=now, series=series, grace=grace)
+            proposal = propose(self.store, policy, now=now, series=series, grace=grace, stays=stays)
             return PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
 
     def quarantine(self, seen: Seen, *, at: float) -> Path:

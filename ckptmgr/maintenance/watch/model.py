@@ -12,6 +12,7 @@
 | `disk` | the next save does not fit the disk, or the disk will be full soon |
 | `directory` | the directory is gone, or cannot be listed |
 | `retention` | retention could not be applied |
+| `mirror` | the mirror is behind, does not answer, or refuses a checkpoint |
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ EventName = Literal[
     "verified",
     "pruned",
     "quarantined",
+    "mirrored",
     "alarm",
     "cleared",
     "note",
@@ -46,6 +48,7 @@ AlarmKind = Literal[
     "disk",
     "directory",
     "retention",
+    "mirror",
 ]
 HolderState = Literal["live", "dead", "unknown"]
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
@@ -138,6 +141,7 @@ class Limits:
         full_within_s: The disk is short when it will be full in less, at the present rate.
         settle_s: Damage of files that changed less long ago counts only when it stays.
         retry_s: When to read again what could not be read.
+        mirror_within_s: The mirror is behind when a checkpoint waits longer for its upload.
     """
 
     expect_every_s: float | None = None
@@ -145,6 +149,7 @@ class Limits:
     full_within_s: float = 3600.0
     settle_s: float = 10.0
     retry_s: float = 30.0
+    mirror_within_s: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Self
 
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+from ckptmgr.maintenance.prune_plan import nothing_spared
 from ckptmgr.maintenance.verdict import Level
 from ckptmgr.maintenance.watch.alarms import span
 from ckptmgr.maintenance.watch.changes import Batch, Changes
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
 from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.memory import Memory
+from ckptmgr.maintenance.watch.mirroring import Uploads
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, SeriesRow
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
@@ -47,6 +50,7 @@ class Settings:
         policy_of: Returns the retention policy of a directory; None applies none.
         grace: How long the trash keeps what retention removed.
         memory: Remembers the verified checkpoints, or None.
+        uploads: Mirrors the verified checkpoints, or None.
         is_once: Do everything once, and end.
     """
 
@@ -59,6 +63,7 @@ class Settings:
     policy_of: Callable[[Path], RetentionPolicy] | None = None
     grace: timedelta = DEFAULT_GRACE
     memory: Memory | None = None
+    uploads: Uploads | None = None
     is_once: bool = False
 
 
@@ -86,6 +91,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
             )
             for path in directories
         }
+        self._wanted: dict[Path, list[Checkpoint]] = {}
         self._poll_at = 0.0
         self._deaf: dict[Path, str | None] = {}
         self._is_forgetful = False
@@ -94,9 +100,13 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
 
     def __enter__(self) -> Self:
         self._changes.__enter__()
+        if self._settings.uploads is not None:
+            self._settings.uploads.start(self._changes.wake)
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._settings.uploads is not None:
+            self._settings.uploads.stop()
         self._changes.__exit__(*_)
 
     def end(self) -> None:
@@ -151,9 +161,11 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
             yield from reports or ()
             if self._settings.quarantines:
                 yield from self._isolate()
+            yield from self._mirror()
             if reports is None:
                 yield from self._remember()
-                if self._settings.is_once:
+                if self._settings.is_once and self._is_mirrored:
+                    yield from self._mirror()
                     return
             yield None
             yield from self._hear(self._pause(tick_s) if reports is None else 0.0)
@@ -234,16 +246,37 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         seconds = time.perf_counter() - started
         return self._watches[path].verified(self._clock(), seen, answer, seconds=seconds)
 
+    @property
+    def _is_mirrored(self) -> bool:
+        return self._settings.uploads is None or self._settings.uploads.is_settled
+
+    def _mirror(self) -> Iterator[Report]:
+        """Hand on what was verified, and take what was uploaded."""
+        at, uploads = self._clock(), self._settings.uploads
+        if uploads is None:
+            return
+        ended = uploads.ended()
+        for one in ended:
+            yield from self._watches[one.directory].mirrored(at, one)
+        for path, watch in self._watches.items():
+            wanted = watch.mirror.want(watch.whole, at)
+            if wanted != self._wanted.get(path):
+                self._wanted[path] = wanted
+                uploads.want(path, wanted)
+        for path in dict.fromkeys(one.directory for one in ended if one.outcome != "failed"):
+            yield from self._retain(path, is_poll=True)  # what waited for its upload may go
+
     def _retain(self, path: Path, *, is_poll: bool) -> Iterator[Report]:
         policy_of, watch, at = self._settings.policy_of, self._watches[path], self._clock()
         if policy_of is None:
             return
+        stays = nothing_spared if self._settings.uploads is None else watch.mirror.stays
         names, reports = watch.to_prune(at, is_poll=is_poll)
         yield from reports
         for series in names:
             try:
                 done = self._places[path].prune(
-                    series, policy_of(path), at=at, grace=self._settings.grace
+                    series, policy_of(path), at=at, grace=self._settings.grace, stays=stays
                 )
             except (CkptmgrError, OSError) as error:
                 yield from watch.retained(at, series, problem_of(error))
