@@ -115,6 +115,7 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
 }
 
 _EXTRA = re.compile(r"(Got unexpected extra arguments?) \(.*\)", re.DOTALL)
+_CHOICES = re.compile(r"\.? Choose from:(.*)", re.DOTALL)
 # `--keySOURCE`, without a space.
 _FOR_KEYS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-key", "--other-key")
 
@@ -236,7 +237,7 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
         message = _EXTRA.sub(r"\1 (not shown: it may be a key)", error.format_message())
         if isinstance(error, click.NoSuchOption) and error.option_name.startswith(_FOR_KEYS):
             message = "no such option (not shown: a key may be part of it)"
-        return _as_sentence(message), f"see {command} --help", None
+        return _as_sentence(_CHOICES.sub(_listed, message)), f"see {command} --help", None
     if isinstance(error, click.ClickException):
         return _as_sentence(error.format_message()), None, None
     if isinstance(error, OSError):
@@ -244,6 +245,11 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
         return error.strerror or str(error), None, path
     hint = "this is a bug in ckptmgr; run it again with ckptmgr --debug and report what it prints"
     return f"internal error: {type(error).__name__}: {error}", hint, None
+
+
+def _listed(found: re.Match[str]) -> str:
+    """Return the choices that click puts one a line, behind tabs."""
+    return f"; choose from {' '.join(found[1].split())}"
 
 
 def _as_sentence(text: str) -> str:

@@ -17,6 +17,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
 from ckptmgr.maintenance.report.page import space_sentences, verified
 from ckptmgr.observe.events import Event
+from ckptmgr.observe.log import decimal_size
 
 _SHOWN = 10
 _COLUMNS = ("step", "series", "run", "saved_at", "size_bytes", "state", "fate", "why", "verified_at", "path")  # fmt: skip
@@ -102,7 +103,7 @@ def _sentences(report: RunReport) -> Iterator[str]:
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
     counts = [f"{report.count(fate)} {_FATES[fate]}" for fate in Fate if report.count(fate)]
     yield f"{render.counted(len(here), 'checkpoint')}: {', '.join(counts) or 'none'}"
-    yield "nothing says what to keep" if report.policy is None else f"policy {report.policy}"
+    yield "no retention policy" if report.policy is None else f"policy {report.policy}"
     yield f"verified last: {verified(here, report.made_at)}"
     if report.saves:
         held_up = sum(one.figures.get("blocked_s", 0.0) for one in report.saves)
@@ -128,7 +129,7 @@ def _cells(one: Entry, report: RunReport) -> list[str]:
     return [
         str(one.step),
         render.timestamp(one.saved_at),
-        render.size(one.size_bytes),
+        decimal_size(one.size_bytes),
         *(render.number(one.metrics.get(name)) for name in report.metrics),
         one.state,
         one.fate.value,

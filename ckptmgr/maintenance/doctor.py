@@ -209,7 +209,9 @@ def check_dates(found: Sequence[Checkpoint], now: datetime) -> Finding | None:
     late = [one for one in found if (one.saved_at - now).total_seconds() > 60]
     if not late:
         return None
-    text = f"{len(late)} checkpoints were saved in the future, such as {late[-1].name} at {late[-1].saved_at:%Y-%m-%d %H:%M}"
+    which = "1 checkpoint was" if len(late) == 1 else f"{len(late)} checkpoints were"
+    newest = f"{late[-1].name} at {late[-1].saved_at:%Y-%m-%d %H:%M}"
+    text = f"{which} saved in the future, such as {newest}"
     hint = "rules by age (within, daily) wait until then; set the clock of the machine that saves"
     return Finding(check="clock", grade="warn", message=text, hint=hint)
 

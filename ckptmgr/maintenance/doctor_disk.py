@@ -126,7 +126,7 @@ def _clock(fs: FileSystem, probe: _Probe, now_s: float) -> Finding:
     ahead_s = status.modified_at - now_s
     figures = {"ahead_s": ahead_s}
     if abs(ahead_s) <= _CLOCK_S:
-        text = f"a new file is dated {ahead_s:+.1f} s from this machine's clock"
+        text = f"a new file has the time of this machine, within {abs(ahead_s) + 0.05:.1f} s"
         return Finding(check="clock", grade="ok", message=text, figures=figures)
     word = "ahead of" if ahead_s > 0 else "behind"
     text = f"the clock of the file system is {abs(ahead_s):.0f} s {word} that of this machine"

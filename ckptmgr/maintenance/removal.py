@@ -40,8 +40,9 @@ def objections(store: Store, chosen: Sequence[Checkpoint]) -> list[Objection]:
             if one.name not in names:
                 continue
             for pin in one.pins:
-                reason = f"pinned{f': {pin.reason}' if pin.reason else f' as {pin.name}'}"
-                found.append(Objection(checkpoint=one, reason=reason))
+                name = "" if pin.name == "pinned" else f" as {pin.name}"
+                said = f": {pin.reason}" if pin.reason else name
+                found.append(Objection(checkpoint=one, reason=f"pinned{said}"))
             if line.newest is one:
                 found.append(Objection(checkpoint=one, reason=f"the newest good one of {line}"))
     return found
@@ -61,7 +62,7 @@ def check_removable(store: Store, chosen: Sequence[Checkpoint], *, force: bool) 
         raise UnsafePrune(
             f"{named}{more}; nothing was removed",
             path=store.directory,
-            hint="unpin it, or pass --force to remove pinned and newest ones, too",
+            hint="pass --force to remove pinned and newest ones, too",
         )
 
 

@@ -278,8 +278,8 @@ class All(Rule):
 
 def pin_reason(checkpoint: Checkpoint) -> Reason:
     """Return the reason that names all pins of a checkpoint."""
-    pins = ", ".join(pin.reason or pin.name for pin in checkpoint.pins)
-    return Reason(rule="pinned", detail=f"pinned: {pins}")
+    said = [pin.reason or pin.name for pin in checkpoint.pins if pin.reason or pin.name != "pinned"]
+    return Reason(rule="pinned", detail=f"pinned: {', '.join(said)}" if said else "pinned")
 
 
 def only_last(rule: Rule, name: str, found: list[Finding], last: int | None) -> list[Finding]:

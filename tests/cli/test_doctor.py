@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from importlib import metadata
 from pathlib import Path
@@ -160,6 +161,15 @@ def test_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (found.grade, "that is slow" in found.message) == ("warn", True)
 
 
+def test_clock_that_agrees_is_said_to_do_so_within_a_tenth_of_a_second_or_more(
+    tmp_path: Path,
+) -> None:
+    save_run(tmp_path, [10])
+    told = run("doctor", tmp_path, now_s=time.time()).stdout
+    assert re.search(r"a new file has the time of this machine, within \d\.\d s\n", told)
+    assert "within 0.0 s" not in told
+
+
 def test_clock_that_differs_is_a_warning(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     for now_s, word in ((time.time() + 100, "behind"), (time.time() - 100, "ahead of")):
@@ -167,7 +177,7 @@ def test_clock_that_differs_is_a_warning(tmp_path: Path) -> None:
         assert answer.exit_code == 0
         assert f"s {word} that of this machine" in answer.stdout
     early = run("doctor", tmp_path, now_s=START_S - 9999)
-    assert "1 checkpoints were saved in the future, such as net-1_10.ckpt" in early.stdout
+    assert "1 checkpoint was saved in the future, such as net-1_10.ckpt" in early.stdout
 
 
 class Disk(OsFileSystem):

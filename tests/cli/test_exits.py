@@ -236,3 +236,10 @@ def test_message_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -
     assert "\x1b" not in shown
     assert "\\x1b[2J" in shown
     assert escape("plain ä") == "plain ä"
+
+
+def test_missing_choice_is_one_line_that_names_the_choices() -> None:
+    assert run("convert", ".").stderr == (
+        "ckptmgr: error: missing option '--compression'; choose from zstd, none\n"
+        "ckptmgr: hint: see ckptmgr convert --help\n"
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -215,3 +216,12 @@ def test_wrong_key_is_said(tmp_path: Path) -> None:
     )
     right = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex())
     assert "wrong key" not in run("ls", tmp_path / "run", "--key", right).stdout
+
+
+def test_problem_of_many_checkpoints_is_said_once(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    other = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex())
+    shown = run("ls", tmp_path, "--key", other).stdout
+    assert re.findall(r"^.* is authenticated under key", shown, re.MULTILINE) == [
+        "net-1_10.ckpt and 2 more: the manifest is authenticated under key"
+    ]

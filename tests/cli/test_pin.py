@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -100,3 +101,13 @@ def test_series_that_a_run_writes_and_file_that_is_overwritten_are_locked(
     with Store(tmp_path).lease(lease):
         result = run("pin", "10", "--dir", tmp_path)
     assert (result.exit_code, "process" in result.stderr) == (11, True)
+
+
+def test_pin_without_a_name_and_a_reason_is_called_pinned(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    assert run("pin", "10", "--dir", tmp_path).exit_code == 0
+    plan = run("simulate", "last(1)", tmp_path).stdout
+    assert re.search(r"^keep +10 .* pinned$", plan, re.MULTILINE)
+    assert (
+        "net-1_10.ckpt is pinned; nothing was removed" in run("rm", "10", "--dir", tmp_path).stderr
+    )

@@ -144,10 +144,14 @@ def _print(
         rows.append([*[place] * is_recursive, *[series] * has_series, *[run] * has_runs, *row])
     if rows:
         output.table(header, rows, right="STEP SAVED SIZE")
+    problems: dict[str, list[str]] = {}
     for one in own:
         problem, state = one.checkpoint.problem, one.checkpoint.state.value
         if problem is not None and state not in ("unverified",):
-            output.line(f"{one.shown_name(output.root)}: {problem}")
+            problems.setdefault(problem, []).append(one.shown_name(output.root))
+    for problem, names in problems.items():
+        more = f" and {len(names) - 1} more" if names[1:] else ""
+        output.line(f"{names[0]}{more}: {problem}")
     for one in own:
         if one.past is not None and one.state != one.checkpoint.state.value:
             name, age = one.shown_name(output.root), render.age(one.past.at, now)

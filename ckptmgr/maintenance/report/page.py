@@ -87,7 +87,7 @@ def _document(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
 def _head(report: RunReport) -> Iterable[str]:
     yield f"<h1>{shown(str(report.directory))}</h1>"
     yield f'<p class="dim">made {_time(report.made_at)} by ckptmgr report from manifests; nothing was verified</p>'
-    keeps = "nothing says what to keep" if report.policy is None else f"policy {report.policy}"
+    keeps = "no retention policy" if report.policy is None else f"policy {report.policy}"
     yield f"<p>{shown(keeps)}</p>"
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
     facts = {"checkpoints": f"{len(here):,}", "on disk": decimal(report.space.kept_bytes)}
@@ -220,9 +220,9 @@ def space_sentences(report: RunReport) -> list[str]:
 
 
 def verified(entries: Sequence[Entry], now: datetime) -> str:
-    """Return when the newest of these checkpoints that was ever verified was, or `never noted`."""
+    """Return when the newest of these checkpoints that was ever verified was, or `no record`."""
     times = [one.verified_at for one in entries if one.verified_at is not None]
-    return f"{age(max(times), now)} ({len(times)} of {len(entries)})" if times else "never noted"
+    return f"{age(max(times), now)} ({len(times)} of {len(entries)})" if times else "no record"
 
 
 def age(time: datetime, now: datetime) -> str:
