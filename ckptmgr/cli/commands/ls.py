@@ -149,9 +149,9 @@ def _print(
         problem, state = one.checkpoint.problem, one.checkpoint.state.value
         if problem is not None and state not in ("unverified",):
             problems.setdefault(problem, []).append(one.shown_name(output.root))
-    for problem, names in problems.items():
-        more = f" and {len(names) - 1} more" if names[1:] else ""
-        output.line(f"{names[0]}{more}: {problem}")
+    for problem, affected in problems.items():
+        more = f" and {len(affected) - 1} more" if affected[1:] else ""
+        output.line(f"{affected[0]}{more}: {problem}")
     for one in own:
         if one.past is not None and one.state != one.checkpoint.state.value:
             name, age = one.shown_name(output.root), render.age(one.past.at, now)
