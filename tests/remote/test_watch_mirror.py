@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.maintenance.watch.directory import WatchedDirectory
 from ckptmgr.maintenance.watch.mirroring import Upload
@@ -25,7 +25,7 @@ pytest.importorskip("obstore")
 from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import watch_mirror
 from ckptmgr.remote.watch_mirror import WatchMirror
-from tests.remote.buckets import listed, new_objects, new_url
+from tests.remote.buckets import listed, new_objects, new_url, whole_names
 
 _WAIT_S = 30.0
 _LATER_S = 4e9  # long after the objects of this test were written
@@ -82,7 +82,7 @@ def saved_in(directory: Path, *steps: int) -> list[Checkpoint]:
     """Save steps, and return their checkpoints as a watch lists them."""
     save_run(directory, steps)
     listing = WatchedDirectory(directory, trust=DEFAULT_TRUST).look(at=0.0)
-    return [one.checkpoint for one in listing.seen]
+    return sorted((one.checkpoint for one in listing.seen), key=lambda one: one.order)
 
 
 def test_newest_goes_first(tmp_path: Path, start: Start) -> None:
@@ -180,6 +180,29 @@ def test_retention_that_fails_there_does_not_fail_the_upload(tmp_path: Path, sta
     assert (done.outcome, done.removed) == ("uploaded", ())
     assert done.problem is not None
     assert "locked" in done.problem
+
+
+@pytest.mark.parametrize("last", range(1, 25))
+@pytest.mark.parametrize("is_done", [False, True])
+def test_watch_that_dies_at_a_request_leaves_whole_checkpoints_and_the_next_one_goes_on(
+    tmp_path: Path, start: Start, last: int, is_done: bool
+) -> None:
+    runs, objects = tmp_path, new_objects()
+    saved = saved_in(runs, 1, 2, 3)
+    dying = CountedObjects(objects, last=last, is_done=is_done)
+    first = start(dying, keep="last(2)")
+    first.want(*saved)
+    found = [first.next().outcome]
+    while found[-1] != "failed" and len(found) < 4:
+        found.append(first.next().outcome)
+    first.mirror.stop()
+    uploaded = [saved[-number].name for number in range(1, found.count("uploaded") + 1)]
+    assert set(uploaded) <= set(listed(objects))
+    assert set(listed(objects).values()) <= {State.OK}
+    second = start(objects, keep="last(2)")
+    second.want(*saved)
+    assert "failed" not in second.outcomes(4)
+    assert whole_names(objects, tmp_path / "check") == {one.name for one in saved[1:]}
 
 
 class _StopsInUpload(CountedObjects):
