@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import io
 import json
@@ -149,6 +150,7 @@ def _stream(number: int, mode: str, encoding: str) -> TextIO:
 
 if __name__ == "__main__":
     _import_everything()
+    gc.freeze()  # the forks need not look at what is here already, when they end
     with socket.socket(fileno=int(sys.argv[1])) as server:
         work = _serve(server)
     if work is not None:
