@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -38,9 +39,11 @@ def main(folder: str, *program: str) -> int:
     place = Path(folder).absolute()
     place.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as up:
-        for name, (install, started) in _SERVERS.items():
+        with ThreadPoolExecutor(len(_SERVERS)) as pool:
+            installed = {name: pool.submit(one[0], place) for name, one in _SERVERS.items()}
+        for name, (_, started) in _SERVERS.items():
             try:
-                answer = up.enter_context(started(install(place)))
+                answer = up.enter_context(started(installed[name].result()))
             except Unavailable as error:
                 answer = f"{NO_SERVER}{error}"
             os.environ[variable_of(name)] = answer
