@@ -49,7 +49,7 @@ def output_of(
     except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(f"{command[0]}: {error}") from error
     if done.returncode:
-        raise Unavailable(f"{Path(command[0]).name} failed: {_last_line(done.stderr)}")
+        raise Unavailable(f"{Path(command[0]).name} failed: {_reason(done.stderr)}")
     return done.stdout
 
 
@@ -83,9 +83,10 @@ def until_reached(port: int, *, what: str, log: Path) -> None:
             return
         time.sleep(_PAUSE_S)
     text = log.read_text(errors="replace") if log.exists() else ""
-    raise Unavailable(f"{what} does not start: {_last_line(text)}")
+    raise Unavailable(f"{what} does not start: {_reason(text)}")
 
 
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "no message"
+def _reason(text: str) -> str:
+    """Return the first line about an error, or the last one."""
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line.lower()), lines[-1])
