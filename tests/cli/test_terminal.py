@@ -308,6 +308,14 @@ def test_result_that_is_longer_than_the_screen_is_not_paged(
     assert terminal.raw.count(b"\r\n") > 39
 
 
+@pytest.mark.parametrize(("columns", "most"), [(80, 78), (40, 50)])  # 50 is the least of click
+def test_help_is_as_wide_as_the_terminal(forker: Preloaded, columns: int, most: int) -> None:
+    with at_terminal(forker, "rekey", "--help", columns=columns) as terminal:
+        assert terminal.end() == 0
+    lines = terminal.raw.decode().split("\r\n")
+    assert [line for line in lines if len(line) > most and " " in line.strip()] == []
+
+
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs with long names, metrics, tags and damage, and a directory of another tool."""
