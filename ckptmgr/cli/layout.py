@@ -103,7 +103,7 @@ def fit(
     """Return the pieces of each line of each row of a table, or None where it cannot be made to fit.
 
     Columns without content are left out first, then cells are broken between words, those of
-    figures last; at last the widest column gets lines of its own.
+    figures last; at last the widest columns get lines of their own.
 
     Args:
         lines: The cells of the header and of each row.
@@ -117,10 +117,12 @@ def fit(
         return table.pieces(shown, table.widest)
     if widths := table.shrunk(said, columns):
         return table.pieces(said, widths)
-    alone = max(said, key=table.least.__getitem__)
-    rest = [i for i in said if i != alone]
-    if rest and (widths := table.shrunk(rest, columns - len(HANGING))):
-        return table.pieces(rest, widths, alone=alone)
+    rest, alone = list(said), list[int]()
+    while len(rest) > 2:
+        alone.append(max(rest, key=table.least.__getitem__))
+        rest.remove(alone[-1])
+        if widths := table.shrunk(rest, columns - len(HANGING)):
+            return table.pieces(rest, widths, alone=sorted(alone))
     return None
 
 
@@ -160,9 +162,9 @@ class _Table:
         return widths if _width(widths) <= columns else None
 
     def pieces(
-        self, chosen: Sequence[int], widths: Sequence[int], *, alone: int | None = None
+        self, chosen: Sequence[int], widths: Sequence[int], *, alone: Sequence[int] = ()
     ) -> list[list[list[Piece]]]:
-        """Return the pieces of each line of each row; the column `alone` has lines of its own."""
+        """Return the pieces of each line of each row; each column of `alone` has lines of its own."""
         broken_lines = [
             [
                 [line[i][span].rstrip() for span in broken(line[i], width, hanging=0)]
@@ -178,15 +180,14 @@ class _Table:
         for line, parts in zip(self._lines, broken_lines, strict=True):
             row = []
             for number in range(max(1, *map(len, parts))):
-                row.append([Piece(None, HANGING)] if alone is not None else [])
+                row.append([Piece(None, HANGING)] if alone else [])
                 for i, width, part in zip(chosen, tight, parts, strict=True):
                     text = part[number] if number < len(part) else ""
                     padding = Piece(None, " " * (width - len(text)))
                     piece = Piece(i, text)
                     row[-1] += [padding, piece] if i in self._right else [piece, padding]
                     row[-1].append(Piece(None, GAP))
-            if alone is not None:
-                own = [Piece(alone, line[alone])]
-                row = [own, *row] if alone < chosen[0] else [*row, [Piece(None, HANGING * 2), *own]]
-            rows.append(row)
+            before = [[Piece(i, line[i])] for i in alone if i < chosen[0]]
+            after = [[Piece(None, HANGING * 2), Piece(i, line[i])] for i in alone if i > chosen[0]]
+            rows.append([*before, *row, *after])
         return rows

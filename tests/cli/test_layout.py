@@ -85,6 +85,17 @@ def test_longest_name_gets_a_line_of_its_own(at: int, expected: list[str]) -> No
     )
 
 
+def test_two_longest_names_get_lines_of_their_own_if_one_is_not_enough() -> None:
+    lines = [["NAME", "STEP", "FILE", "STATE"], ["n" * 18, "10", "f" * 16, "ok"]]
+    fitted = layout.fit(lines, {1}, 20)
+    assert fitted is not None
+    assert ["".join(one.text for one in line).rstrip() for line in fitted[1]] == [
+        "n" * 18,
+        "    10  ok",
+        f"    {'f' * 16}",
+    ]
+
+
 def test_table_that_cannot_fit_is_broken_like_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown(ROWS, 12) is None
     output = render.Output(command="ls", root=Path(), columns=12)

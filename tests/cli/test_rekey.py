@@ -97,6 +97,7 @@ def test_rekey_of_a_ckpt_never_proposes_to_remove_the_key_that_is_added(tmp_path
 
 
 def test_rekey_in_json_tells_what_was_done(runs: Path, rotation: tuple[str, ...]) -> None:
+    assert "\n2 checkpoints would change\n" in run("rekey", runs, *rotation, "--dry-run").stdout
     planned = run_json("rekey", runs, *rotation, "--dry-run")
     assert planned["schema"] == "ckptmgr.rekey/1"
     assert planned["summary"] == {"planned": 2, "done": 0, "failed": 0}

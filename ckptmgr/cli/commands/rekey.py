@@ -219,7 +219,7 @@ class KeyChanges:
         if self._output.is_text:
             self._print(planned)
         if not pending or given["dry_run"]:
-            self._report(planned, done=[])
+            self._report(planned, done=[], is_dry_run=given["dry_run"])
             return self._code(done=0)
         if not (given["yes"] or self._agreed(len(pending))):
             note("nothing was changed")
@@ -296,11 +296,18 @@ class KeyChanges:
             ]
             output.table(("NAME", "ACTION", "OPENS NOW", "OPENS THEN"), rows, right="")
 
-    def _report(self, planned: Sequence[_Planned], *, done: Sequence[RekeyPlan]) -> None:
+    def _report(
+        self,
+        planned: Sequence[_Planned],
+        *,
+        done: Sequence[RekeyPlan],
+        is_dry_run: bool = False,
+    ) -> None:
         output = self._output
+        pending = sum(found.plan.is_pending for found in planned)
         if output.is_json:
             summary: dict[str, Json] = {
-                "planned": sum(found.plan.is_pending for found in planned),
+                "planned": pending,
                 "done": len(done),
                 "failed": len(self._failures),
             }
@@ -309,7 +316,8 @@ class KeyChanges:
             output.paths([plan.checkpoint.path for plan in done])
         else:
             failed = f", {len(self._failures)} failed" if self._failures else ""
-            output.line(f"{render.counted(len(done), 'checkpoint')} changed{failed}")
+            count, verb = (pending, "would change") if is_dry_run else (len(done), "changed")
+            output.line(f"{render.counted(count, 'checkpoint')} {verb}{failed}")
 
 
 def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:
