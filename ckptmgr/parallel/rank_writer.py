@@ -200,7 +200,9 @@ class RankWriter(SeriesWriter):
             items=items,
             options=options,
             series=self.series,
-            draft=self.draft(name, options, facts, place=proposal.place),
+            draft=self.draft(
+                name, options, facts, place=proposal.place, retention=job.retention
+            ),
             metadata=metadata,
             is_rank_file=True,
         )

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 from ckptmgr.core.model import Checkpoint, Reason
 
 MAX_COUNT = 2**63 - 1
+MAX_POLICY_CHARACTERS = 4096
 _BARE_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
@@ -82,6 +83,16 @@ class RetentionPolicy:
 
     def __str__(self) -> str:
         return " | ".join(map(str, self.rules))
+
+
+def text_of(policy: RetentionPolicy | None) -> str | None:
+    """Return the text of a policy that `parse_policy` reads; None for rules of other packages."""
+    if policy is None:
+        return None
+    own = __name__.rpartition(".")[0]
+    text = str(policy)
+    has_text = all(type(rule).__module__.rpartition(".")[0] == own for rule in policy.rules)
+    return text if has_text and len(text) <= MAX_POLICY_CHARACTERS else None
 
 
 @dataclass(frozen=True, slots=True)

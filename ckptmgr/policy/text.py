@@ -33,6 +33,7 @@ from typing import Literal, NoReturn
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.policy.rules import (
     MAX_COUNT,
+    MAX_POLICY_CHARACTERS,
     All,
     Best,
     Epochs,
@@ -58,8 +59,6 @@ from ckptmgr.policy.time_rules import (
     WithinYearly,
     Yearly,
 )
-
-MAX_POLICY_CHARACTERS = 4096
 
 _TOKEN = re.compile(
     r"(?P<word>[A-Za-z_][A-Za-z0-9_./-]*)|(?P<number>[0-9][A-Za-z0-9_.]*)"

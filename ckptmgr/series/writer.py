@@ -37,7 +37,7 @@ from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
-from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy, text_of
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
 from ckptmgr.series.followed_history import FollowedHistory, Retained, RetentionBasis
 from ckptmgr.store.manifest.codec import Manifest
@@ -292,7 +292,8 @@ class SeriesWriter:
         present = self.present_at(job.facts.step)
         name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
         facts = replace(job.facts, attempt=attempt)
-        draft = self.draft(name, options, facts, place=self.next_place(facts, present))
+        place = self.next_place(facts, present)
+        draft = self.draft(name, options, facts, place=place, retention=job.retention)
         order = SaveOrder(
             name=name,
             items=job.items,
@@ -375,9 +376,18 @@ class SeriesWriter:
         )
 
     def draft(
-        self, name: str, options: SaveOptions, facts: SaveFacts, *, place: SavePosition
+        self,
+        name: str,
+        options: SaveOptions,
+        facts: SaveFacts,
+        *,
+        place: SavePosition,
+        retention: RetentionPolicy | None,
     ) -> Manifest:
-        """Return the manifest of a file before its write; `place` is from `next_place`."""
+        """Return the manifest of a file before its write; `place` is from `next_place`.
+
+        It records `retention`, so that `ckptmgr prune` applies the policy of the run.
+        """
         return Manifest(
             file=draft_entry(name, options),
             series=self.series,
@@ -391,6 +401,7 @@ class SeriesWriter:
             epoch=facts.epoch,
             why=facts.why,
             metrics=dict(facts.metrics or {}),
+            keep=text_of(retention),
             stats={},
             previous=place.previous,
         )

@@ -239,7 +239,10 @@ class StorageWriter(storage.StorageWriter):
         )
         # The facts of the coordinator about a save count.
         run = DcpRun(self._place, options=self._options) if self._save is None else self._save.run
-        return run.writer.draft(name, self._options, facts, place=proposal.place)
+        retention = self._config.retention_policy()
+        return run.writer.draft(
+            name, self._options, facts, place=proposal.place, retention=retention
+        )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, then apply the retention policy.

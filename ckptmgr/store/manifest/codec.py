@@ -249,6 +249,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "metrics": {name: number_to_json(value) for name, value in manifest.metrics.items()},
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
         **({"tags": list(manifest.tags)} if manifest.tags else {}),
+        **({} if manifest.keep is None else {"keep": manifest.keep}),
         "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
@@ -310,6 +311,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
             for pin in document["pins"]
         ),
         tags=_tags(document.get("tags", [])),
+        keep=optional_text(document.get("keep")),
         world_size=count(document["world"], "size"),
         stats=_figures(document["stats"]),
         replaces=None if replaces is None else _replaced_from_document(replaces),

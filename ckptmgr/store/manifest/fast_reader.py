@@ -27,6 +27,7 @@ _TEXTS = rf'\[(?:(?:\n   "{_TEXT}",)*+\n   "{_TEXT}"\n  )?\]'
 _TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.(?!0{6})[0-9]{6})?\+00:00"
 _DIGEST = "[0-9a-f]{64}"
 _DIGESTS = rf'\[(?:(?:\n     "{_DIGEST}",)*+\n     "{_DIGEST}"\n    )?\]'
+_KEEP = r'(?:\n "keep": "(?:[ !#-\[\]-~]|\\["\\])*+",)?'  # names of metrics may be quoted
 _LAYOUT = re.compile(
     rf"""\{{
  "schema": "ckptmgr\.manifest/1",
@@ -45,7 +46,7 @@ _LAYOUT = re.compile(
   "size": (?P<world>{_COUNT})
  \}},
  "metrics": (?P<metrics>{_FIGURES}),
- "pins": \[\],
+ "pins": \[\],{_KEEP}
  "stats": (?P<stats>{_FIGURES}),
  "files": \[
   \{{

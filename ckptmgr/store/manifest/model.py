@@ -95,6 +95,8 @@ class Manifest:
         metrics: Name to value.
         pins: Reasons to keep it for ever.
         tags: Names that people gave it.
+        keep: Text of the retention policy that its run applied after the save; None for none, and
+            for one without text.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
         replaces: The manifest of the data that has this name until the swap, or None.
@@ -122,6 +124,7 @@ class Manifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
     tags: tuple[str, ...] = ()
+    keep: str | None = None
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
     replaces: Manifest | None = None
