@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Retention policy of a directory: `--keep`, else the key `keep` of its `ckptmgr.toml`."""
+"""Retention policy of a directory: `--keep`, else the key `keep` of its `ckptmgr.toml`, else that of its runs."""
 
 from __future__ import annotations
 
 import difflib
-import os
-import stat
 import tomllib
+from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.formats.source import read_bytes
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.formats.source import TruncatedError, read_bytes
 from ckptmgr.io.files import CachedFile
+from ckptmgr.maintenance.prune_plan import PolicyOf, counted_together
+from ckptmgr.maintenance.recorded_policy import check_writers, deciding_checkpoint, recorded_policy
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import PolicyTextError, parse_policy
+from ckptmgr.store.manifest.model import manifest_name
+from ckptmgr.store.store import Store
 
 CONFIG_NAME = "ckptmgr.toml"
 _KEYS = ("keep",)
@@ -37,9 +42,49 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
         path = directory / CONFIG_NAME
         raise UsageProblem(
             "no retention policy: nothing says what to keep",
-            hint=f"pass --keep 'last(5)', or write keep = \"last(5)\" into {path}",
+            hint=f"pass --keep 'last(5)', or write keep = \"last(5)\" into {path}; a run of CheckpointManager records its own",
         )
     return found[0]
+
+
+def policy_in(
+    keep: str | None,
+    store: Store,
+    *,
+    found: Sequence[Checkpoint] | None = None,
+    series: str | None = None,
+    by_series: bool = False,
+) -> RetentionPolicy | PolicyOf:
+    """Return the policy as `load_policy`, or else the function that finds what the runs recorded.
+
+    `found` is the listing, where the caller has just made it.
+
+    Raises:
+        UsageProblem: There is no policy, and no run of the directory has recorded one.
+        CkptmgrError: As `load_policy` and `recorded_policy`.
+    """
+    recorded = partial(recorded_policy, store)
+    if keep is None and policy_of(store.directory) is None:
+        present = store.scan() if found is None else found
+        together = counted_together(present, series=series, by_series=by_series)
+        if any(recorded(counted) is not None for counted in together):
+            return recorded
+    return load_policy(keep, store.directory)
+
+
+def recorded_in(directory: Path) -> list[tuple[RetentionPolicy, Path]]:
+    """Return the policies that the runs of a directory recorded, each once, and a manifest that says it.
+
+    Raises:
+        CkptmgrError: As `recorded_policy`.
+    """
+    store = Store(directory)
+    found: dict[RetentionPolicy, Path] = {}
+    for counted in counted_together(store.scan()):
+        policy, newest = recorded_policy(store, counted), deciding_checkpoint(counted)
+        if policy is not None and newest is not None:
+            found.setdefault(policy, store.directory / manifest_name(newest.name))
+    return list(found.items())
 
 
 def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
@@ -58,28 +103,19 @@ def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 
 
-def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise CkptmgrError if a user with permission only to add files could choose removals."""
-    trusted = (os.geteuid(), 0, path.parent.stat().st_uid)
-    if status.st_uid not in trusted:
-        problem = f"belongs to another user (uid {status.st_uid})"
-    elif status.st_mode & stat.S_IWOTH:
-        problem = f"can be changed by others (mode {stat.S_IMODE(status.st_mode):04o})"
-    else:
-        return
-    raise CkptmgrError(
-        f"says what to keep, but {problem}",
-        path=path,
-        hint="pass --keep; or look at what it holds, then chown it to yourself or the directory's owner and chmod o-w",
-    )
-
-
 def _keep_of(path: Path) -> str | None:
     with closing(CachedFile(path)) as file:  # which refuses a FIFO
-        _check_writers(path, file.status())
+        check_writers(path, file.status())
         if file.size > _MAX_CONFIG_BYTES:
             raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
-        data = read_bytes(file, 0, file.size)
+        try:
+            data = read_bytes(file, 0, file.size)
+        except TruncatedError as error:
+            raise CkptmgrError(
+                "says what to keep, but became shorter while it was read",
+                path=path,
+                hint="run the command again",
+            ) from error
     try:
         document = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:

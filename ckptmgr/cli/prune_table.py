@@ -48,6 +48,9 @@ class PlanView:
         lines = [line for one in proposal.plans for line in one.counted.lines]
         for one in proposal.plans:
             self._line(proposal, one, has_others=len(proposal.plans) > 1, lines=lines)
+        for counted in proposal.undecided:
+            label = f"{self.directory} [{', '.join(counted.series)}]"
+            self.output.line(f"{label}  all stay: their run recorded no policy; --keep names one")
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
@@ -120,7 +123,7 @@ class PlanView:
         self.output.line(" " * len(f" step {first} ") + legend)
 
     def _table(self, proposal: Proposal, one: LinePlan) -> None:
-        metrics, plan = _metrics(proposal.policy), one.plan
+        metrics, plan = _metrics(one.policy), one.plan
         has_series, has_runs = len(one.series) > 1, len(one.counted.lines) > 1
         names = ["SERIES"] * has_series + ["RUN"] * has_runs
         shown = [*names, "STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)]
@@ -142,7 +145,7 @@ class PlanView:
 
     def _summary(self, proposal: Proposal, outcome: PruneResult | None) -> dict[str, Json]:
         return {
-            "policy": str(proposal.policy),
+            "policy": proposal.policy,
             "filters": {"series": self.series, "conditions": self.chosen.texts},
             "by_series": proposal.by_series,
             "kept": len(proposal.kept),

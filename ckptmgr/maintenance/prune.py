@@ -25,11 +25,13 @@ from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.maintenance.prune_plan import (
     Counted,
+    PolicyOf,
     Spared,
     VerifiedPlanner,
     counted_together,
     nothing_spared,
     plan_with,
+    policy_for,
 )
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.lines import lines_of
@@ -44,9 +46,10 @@ _NONE: Mapping[Path, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinePlan:
-    """Plan for one line of runs, or one series, and the problems of damaged checkpoints."""
+    """Plan of a policy for one line of runs, or one series, and the problems of damaged checkpoints."""
 
     counted: Counted
+    policy: RetentionPolicy
     plan: Plan
     damaged: Mapping[Path, str] = field(default_factory=lambda: _NONE, hash=False)
 
@@ -66,6 +69,8 @@ class Proposal:
     """Plan for a directory, for the time `now`; making it changed nothing.
 
     Attributes:
+        policy: Text of the policy; of several, of each.
+        undecided: Checkpoints that count together, and stay because nothing says what to keep.
         by_series: Whether each series is counted by itself, instead of each line of runs.
         series: The only series of the plan; None for all.
         leftovers: Remains of interrupted saves, and files that live processes are writing.
@@ -78,8 +83,9 @@ class Proposal:
     """
 
     now: datetime
-    policy: RetentionPolicy
+    policy: str
     plans: tuple[LinePlan, ...]
+    undecided: tuple[Counted, ...] = ()
     by_series: bool = False
     series: str | None = None
     leftovers: tuple[Checkpoint, ...] = ()
@@ -128,7 +134,7 @@ class PruneResult:
 
 def propose(
     store: Store,
-    policy: RetentionPolicy,
+    policy: RetentionPolicy | PolicyOf,
     *,
     now: datetime,
     series: str | None = None,
@@ -141,7 +147,8 @@ def propose(
 
     Where something would go, the newest one that would stay is verified; without a key, a container
     with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
-    `stays` which checkpoints must stay. `found` is the listing, where the caller has just made it;
+    `stays` which checkpoints must stay. `policy` may be a function: of what it has none for, nothing
+    goes. `found` is the listing, where the caller has just made it;
     `carry_out` lists again.
 
     Raises:
@@ -149,17 +156,23 @@ def propose(
     """
     found = store.scan() if found is None else found
     planner = VerifiedPlanner(store, stays)
-    plans = []
+    plans, undecided = [], []
     for counted in counted_together(found, series=series, by_series=by_series):
-        decided = planner.plan(counted, policy, now)
-        plans.append(LinePlan(counted=counted, plan=decided, damaged=planner.damaged))
+        own = policy_for(counted, policy)
+        if own is None:
+            undecided.append(counted)
+            continue
+        decided = planner.plan(counted, own, now)
+        plans.append(LinePlan(counted=counted, policy=own, plan=decided, damaged=planner.damaged))
+    texts = [str(policy)] if isinstance(policy, RetentionPolicy) else [str(p.policy) for p in plans]
     old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
     intact = {b: _intact_outside(store, b, found, planner) for b in old}
     spared = tuple(b for b in old if None in intact[b])
     return Proposal(
         now=now,
-        policy=policy,
+        policy="; ".join(dict.fromkeys(texts)),
         plans=tuple(plans),
+        undecided=tuple(undecided),
         by_series=by_series,
         series=series,
         leftovers=tuple(sorted((c for c in found if c.state in UNFINISHED), key=lambda c: c.name)),
@@ -252,7 +265,7 @@ def check_unchanged(store: Store, proposal: Proposal, shown: LinePlan) -> None:
     """Raise UnsafePrune unless the plan of a line would be the same now."""
     now = counted_together(store.scan(), series=proposal.series, by_series=proposal.by_series)
     same = next((one for one in now if one.is_as(shown.counted)), None)
-    policy, at = proposal.policy, proposal.now
+    policy, at = shown.policy, proposal.now
     if same is None or plan_with(same, shown.damaged, policy, at, proposal.stays) != shown.plan:
         names = ", ".join(map(repr, shown.series))
         raise UnsafePrune(

@@ -23,6 +23,9 @@ from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.store import Store
 
+PolicyOf = Callable[["Counted"], RetentionPolicy | None]
+"""Returns the policy of checkpoints that count together; None where nothing says what to keep."""
+
 Spared = Callable[[Checkpoint], str | None]
 """Says why a checkpoint must stay whatever the policy says, or None."""
 
@@ -85,6 +88,11 @@ def _by_series(lines: Sequence[RunLine]) -> list[Counted]:
     return [
         Counted(series=(name,), lines=tuple(parts[name]), is_series=True) for name in sorted(parts)
     ]
+
+
+def policy_for(counted: Counted, policy: RetentionPolicy | PolicyOf) -> RetentionPolicy | None:
+    """Return the policy of checkpoints that count together."""
+    return policy if isinstance(policy, RetentionPolicy) else policy(counted)
 
 
 class VerifiedPlanner:

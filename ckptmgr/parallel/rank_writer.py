@@ -200,9 +200,7 @@ class RankWriter(SeriesWriter):
             items=items,
             options=options,
             series=self.series,
-            draft=self.draft(
-                name, options, facts, place=proposal.place, retention=job.retention
-            ),
+            draft=self.draft(name, options, facts, place=proposal.place, retention=job.retention),
             metadata=metadata,
             is_rank_file=True,
         )

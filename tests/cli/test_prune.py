@@ -278,6 +278,17 @@ def test_policy_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, b"not a regular file" in done.stderr) == (2, True)
 
 
+def test_policy_that_becomes_shorter_while_it_is_read_is_an_error_with_a_way_out(
+    tmp_path: Path,
+) -> None:
+    short = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # says 4096 bytes and has fewer
+    if not short.exists():
+        pytest.skip("needs a file of the kernel whose size is not that of its content")
+    (tmp_path / "ckptmgr.toml").symlink_to(short)
+    result = run("prune", tmp_path, "--yes")
+    assert (result.exit_code, "became shorter while it was read" in result.stderr) == (2, True)
+
+
 def test_empty_policy_on_the_command_line_is_refused(runs: Path) -> None:
     assert run("prune", runs, "--keep", "", "--yes").exit_code == 2
 

@@ -189,3 +189,6 @@ def test_managers_whose_clocks_differ_save_the_same_steps(mode: bool | str, tmp_
 
     assert [outcome.must() for outcome in run_ranks(meeting, train)] == list(range(WORLD))
     assert sorted(one.step for one in Store(tmp_path / "run").scan()) == [6, 12, 18, 19]
+    manifest = Store(tmp_path / "run").read_manifest("ckpt-19.shards")
+    assert manifest is not None
+    assert manifest.keep == "all"

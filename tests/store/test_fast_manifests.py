@@ -40,6 +40,8 @@ PLAIN_MANIFESTS = {
         saved_at=PLAIN.saved_at.replace(microsecond=70),
         file=replace(PLAIN.file, cipher=None, key_id=None),
     ),
+    "policy": replace(PLAIN, keep="last(3) | every(1000)"),
+    "policy with a quoted metric": replace(PLAIN, keep='best(2, "val \\"x\\" loss", min)'),
     "empty file": replace(
         PLAIN, file=replace(PLAIN.file, digest=FileDigest(size_bytes=0, ranges=()))
     ),
@@ -54,6 +56,7 @@ PLAIN_MANIFESTS = {
 OTHER_MANIFESTS = {
     "pinned": manifest(),
     "name beyond ASCII": replace(PLAIN, series="größe"),
+    "policy beyond ASCII": replace(PLAIN, keep='best(2, "größe", min)'),
     "overwriting": replace(PLAIN, replaces=manifest()),
     "metric that is no number": replace(PLAIN, metrics={"loss": float("nan")}),
     "placeholder": replace(PLAIN, why=PLACEHOLDER, sequence=0),

@@ -136,6 +136,7 @@ DAMAGES: dict[str, Change] = {
     "stats as text": set_in("stats", to="x"),
     "pins as number": set_in("pins", to=3),
     "pin without reason": set_in("pins", to=[{"name": "x"}]),
+    "policy as list": set_in("keep", to=["last(3)"]),
     "tags as text": set_in("tags", to="x"),
     "tag as number": set_in("tags", to=[3]),
     "run as text": set_in("run", to="x"),

@@ -36,8 +36,9 @@ class _Setting:
 def config_command(ctx: click.Context, action: str, directory: Path, has_origin: bool) -> int:
     """Show the settings that commands use for a directory, and with --origin where each is set.
 
-    keep is the policy of prune and watch, from ckptmgr.toml in DIR; a flag such as --keep or --key
-    comes before all of these. Keys are never shown, only where they are read from. -q prints the
+    keep is the policy of prune and watch, from ckptmgr.toml in DIR, else the one that each run
+    applied itself, which its newest checkpoint records; a flag such as --keep or --key comes before
+    all of these. Keys are never shown, only where they are read from. -q prints the
     names of the settings that are set.
     """
     from ckptmgr.cli.foreign import check_directory
@@ -65,13 +66,14 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
 
 
 def _settings(directory: Path, environment: Mapping[str, str]) -> Iterator[_Setting]:
-    from ckptmgr.cli.policy_file import policy_of
+    from ckptmgr.cli.policy_file import policy_of, recorded_in
 
-    policy = policy_of(directory)
-    if policy is None:
+    written = policy_of(directory)
+    found = recorded_in(directory) if written is None else [written]
+    for policy, path in found:
+        yield _Setting(name="keep", value=str(policy), origin=str(path))
+    if not found:
         yield _Setting(name="keep", value=None, origin="not set")
-    else:
-        yield _Setting(name="keep", value=str(policy[0]), origin=str(policy[1]))
     yield _key(environment)
     for name, variable in (
         ("key_service", "CKPTMGR_KEY_SERVICE"),

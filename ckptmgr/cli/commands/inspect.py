@@ -101,6 +101,7 @@ def _summary(contents: FileSummary) -> dict[str, Json]:
         if manifest is None or manifest.shards
         else f"blake3:{manifest.file.digest.total.hex()}",
         "signed_by": None if manifest is None else manifest.signed_by,
+        "policy": None if manifest is None else manifest.keep,
         "parents": [] if manifest is None else list(manifest.parent_run_ids),
         "stats": {} if manifest is None else dict(manifest.stats),
         "is_content_shown": plain is not None,
@@ -212,6 +213,8 @@ def _facts(contents: FileSummary) -> Iterator[tuple[str, str]]:
         if manifest.signed_by is not None:
             yield "signed", f"by {manifest.signed_by}"
         yield "run", manifest.run_id or "-"
+        if manifest.keep is not None:
+            yield "policy", manifest.keep
         if manifest.stats.get("write_s"):
             yield "cost", ", ".join(_costs(manifest.stats, contents.stored_bytes))
     if checkpoint.metrics:

@@ -24,6 +24,7 @@ from ckptmgr.io.gc_pause import gc_paused
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_table import PlanView
     from ckptmgr.maintenance.prune import Proposal, PruneResult
+    from ckptmgr.maintenance.prune_plan import PolicyOf
     from ckptmgr.policy.rules import RetentionPolicy
     from ckptmgr.store.store import Store
 
@@ -71,11 +72,12 @@ def prune_command(
 ) -> int:
     """Remove the checkpoints that a policy does not keep.
 
-    The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is
-    done. It is applied to each run by itself: a run counts together with the runs that it was
-    resumed from, in whatever series they saved. With --by-series it is applied to each series. The
-    newest of each run, pinned and damaged ones always stay; where anything would go, the newest
-    that stays is verified first, with --key its header, too.
+    The policy is --keep, else the key keep of ckptmgr.toml in the directory, else the one that each
+    run applied itself, which its newest checkpoint records; without one nothing is done. It is
+    applied to each run by itself: a run counts together with the runs that it was resumed from, in
+    whatever series they saved. With --by-series it is applied to each series. The newest of each
+    run, pinned and damaged ones always stay; where anything would go, the newest that stays is
+    verified first, with --key its header, too.
     Removed ones stay in .ckptmgr-trash for the grace time; the next prune after that removes them
     for good. Until then --undo brings the last batch back.
 
@@ -94,7 +96,7 @@ def prune_command(
         prune_foreign,
         undo_foreign,
     )
-    from ckptmgr.cli.policy_file import load_policy
+    from ckptmgr.cli.policy_file import load_policy, policy_in
     from ckptmgr.cli.prune_table import PlanView
     from ckptmgr.maintenance.prune import propose
 
@@ -129,7 +131,6 @@ def prune_command(
     found, entries = store.scan_with_entries()
     foreign = foreign_to_prune(store, found, entries)
     del entries
-    policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     chosen = chosen_by(filters, sort, now)
     view = PlanView(
@@ -145,7 +146,7 @@ def prune_command(
             store,
             foreign,
             view,
-            policy=policy,
+            policy=load_policy(keep, store.directory),
             now=now,
             grace=life,
             by_series=by_series,
@@ -154,6 +155,7 @@ def prune_command(
             yes=yes,
             at_once=at_once,
         )
+    policy = policy_in(keep, store, found=found, series=series, by_series=by_series)
     if not (dry_run or check or yes):
         _check_can_ask(store, policy, chosen, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
@@ -185,7 +187,7 @@ def prune_command(
 
 def _check_can_ask(
     store: Store,
-    policy: RetentionPolicy,
+    policy: RetentionPolicy | PolicyOf,
     chosen: Chosen,
     *,
     series: str | None,
@@ -193,12 +195,13 @@ def _check_can_ask(
     now: datetime,
 ) -> None:
     """Raise UnsafePrune if checkpoints would go and there is no terminal to ask at."""
-    from ckptmgr.maintenance.prune_plan import counted_together, plan_with
+    from ckptmgr.maintenance.prune_plan import counted_together, plan_with, policy_for
 
     if sys.stdin.isatty():
         return
     for counted in counted_together(store.scan(), series=series, by_series=by_series):
-        if plan_with(counted, {}, policy, now, spared_by(chosen)).dropped:
+        own = policy_for(counted, policy)
+        if own is not None and plan_with(counted, {}, own, now, spared_by(chosen)).dropped:
             options.check_can_ask(UnsafePrune)
 
 

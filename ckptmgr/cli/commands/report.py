@@ -17,6 +17,7 @@ from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, UnsafeWrite
 
 if TYPE_CHECKING:
+    from ckptmgr.maintenance.prune_plan import PolicyOf
     from ckptmgr.maintenance.report.model import RunReport
     from ckptmgr.observe.json_lines import EventLines
     from ckptmgr.policy.rules import RetentionPolicy
@@ -42,7 +43,7 @@ _DEFAULT_TARGET = "report.html"
 @click.option("--terminal", is_flag=True, help="Print a short text instead of a page.")
 @click.option("--csv", is_flag=True, help="Print a line for each checkpoint instead.")
 @click.option("--markdown", is_flag=True, help="Print Markdown instead.")
-@click.option("--keep", metavar="EXPR", help="What to keep, as for prune.  [default: ckptmgr.toml]")
+@click.option("--keep", metavar="EXPR", help="What to keep.  [default: as prune]")
 @click.option(
     "--events",
     type=options.PATH,
@@ -124,7 +125,7 @@ def report_of(
 
     return make_report(
         store,
-        policy=_policy(keep, store.directory),
+        policy=_policy(keep, store, series),
         now=now,
         series=series,
         noted=_events(events, store.directory),
@@ -144,12 +145,15 @@ def _events(given: Path | None, directory: Path) -> EventLines | None:
         return read_events(lines)
 
 
-def _policy(keep: str | None, directory: Path) -> RetentionPolicy | None:
-    from ckptmgr.cli.policy_file import CONFIG_NAME, load_policy
+def _policy(
+    keep: str | None, store: Store, series: str | None
+) -> RetentionPolicy | PolicyOf | None:
+    from ckptmgr.cli.policy_file import policy_in
 
-    if keep is None and not (directory / CONFIG_NAME).exists():
+    try:
+        return policy_in(keep, store, series=series)
+    except UsageProblem:  # nothing says what to keep
         return None
-    return load_policy(keep, directory)
 
 
 def _write_page(output: render.Output, report: RunReport, target: str, *, force: bool) -> None:

@@ -164,9 +164,9 @@ def _show(
     ]
     proposal = Proposal(
         now=now,
-        policy=rules,
+        policy=str(rules),
         plans=tuple(
-            LinePlan(counted=one, plan=simulated.plan)
+            LinePlan(counted=one, policy=rules, plan=simulated.plan)
             for one, simulated in zip(counted, done, strict=True)
         ),
         by_series=by_series,

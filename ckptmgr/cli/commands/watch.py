@@ -19,13 +19,16 @@ from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.watch_program import program_of
 from ckptmgr.core.contexts import contextmanager
+from ckptmgr.core.errors import CkptmgrError
 
 if TYPE_CHECKING:
     from ckptmgr.cli.serve import ReportServer
     from ckptmgr.cli.watch_view import View
     from ckptmgr.core.trust import Trust
+    from ckptmgr.maintenance.prune_plan import PolicyOf
     from ckptmgr.maintenance.watch.model import Report
     from ckptmgr.maintenance.watch.watcher import Watcher
+    from ckptmgr.policy.rules import RetentionPolicy
     from ckptmgr.remote.watch_mirror import WatchMirror
 
 _SETTLE_S = 10.0
@@ -74,7 +77,7 @@ _REFRESH_S = 15
 @click.option(
     "--quarantine", "quarantines", is_flag=True, help="Move damaged checkpoints out of the way."
 )
-@click.option("--keep", metavar="EXPR", help="With --prune: the policy.  [default: ckptmgr.toml]")
+@click.option("--keep", metavar="EXPR", help="With --prune: the policy.  [default: as prune]")
 @click.option("--grace", metavar="TIME", help="With --prune: life of the trash.  [default: 24h]")
 @click.option(
     "--mirror", "mirror_url", metavar="URL", help="Upload what was verified to an object store."
@@ -222,11 +225,12 @@ def _settings(
     mirror_keep: str | None,
     mirror_within: float | None,
 ) -> Any:
-    from ckptmgr.cli.policy_file import load_policy
+    from ckptmgr.cli.policy_file import policy_in
     from ckptmgr.maintenance.verdict import Level
     from ckptmgr.maintenance.watch.memory import Memory
     from ckptmgr.maintenance.watch.model import Limits
     from ckptmgr.maintenance.watch.watcher import Settings
+    from ckptmgr.store.store import Store
 
     if not prunes and (keep is not None or grace is not None):
         raise UsageProblem("--keep and --grace need --prune", hint="add --prune, or drop them")
@@ -243,9 +247,15 @@ def _settings(
         retry_s=poll,
         mirror_within_s=mirror_within or _MIRROR_WITHIN_S,
     )
-    policy_of = partial(load_policy, keep) if prunes else None
-    for path in paths if policy_of is not None else ():
-        load_policy(keep, path)
+
+    def policy_of(store: Store) -> RetentionPolicy | PolicyOf:
+        try:
+            return policy_in(keep, store)
+        except UsageProblem as problem:  # what said it is gone: an alarm, not the end
+            raise CkptmgrError(problem.message, path=store.directory, hint=problem.hint) from None
+
+    for path in paths if prunes else ():
+        policy_in(keep, Store(path, trust=trust))
     return Settings(
         trust=trust,
         level=depth,
@@ -253,7 +263,7 @@ def _settings(
         poll_s=poll,
         is_polling=poll_only,
         quarantines=quarantines,
-        policy_of=policy_of,
+        policy_of=policy_of if prunes else None,
         grace=parse_time(grace or "24h"),
         memory=None if state is None else Memory(options.absolute(state), level=depth),
         uploads=None

@@ -80,7 +80,10 @@ def propose_foreign(
         damaged |= found_damaged
         plans.append(
             LinePlan(
-                counted=_counted(listing, tool, damaged), plan=decided, damaged=dict(found_damaged)
+                counted=_counted(listing, tool, damaged),
+                policy=policy,
+                plan=decided,
+                damaged=dict(found_damaged),
             )
         )
     old = [b for b in trash.foreign_batches(store) if now - b.thrown_at >= grace]
@@ -88,7 +91,7 @@ def propose_foreign(
         intact = {tool for tool in listing.tools if _has_intact(store, listing, tool, damaged)}
     expired = tuple(batch for batch in old if batch.tools <= intact)
     return ForeignProposal(
-        shown=Proposal(now=now, policy=policy, plans=tuple(plans)),
+        shown=Proposal(now=now, policy=str(policy), plans=tuple(plans)),
         expired=expired,
         spared=tuple(batch for batch in old if batch not in expired),
         untouched=tuple(one.checkpoint for one in listing.checkpoints if not one.has_step),
@@ -208,7 +211,7 @@ def _carry_out(
         listing = list_foreign(store.fs, store.directory)
         check_pointers(store, listing)
         for one in shown.plans:
-            again = _plan(listing, one.series[0], shown.policy, shown.now, one.damaged)
+            again = _plan(listing, one.series[0], one.policy, shown.now, one.damaged)
             if again != one.plan:
                 raise UnsafePrune(
                     "the directory changed after the plan was made; nothing was removed",

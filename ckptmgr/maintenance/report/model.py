@@ -12,7 +12,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State, Verdict
-from ckptmgr.maintenance.prune_plan import Counted, counted_together, plan_with
+from ckptmgr.maintenance.prune_plan import (
+    Counted,
+    PolicyOf,
+    counted_together,
+    plan_with,
+    policy_for,
+)
 from ckptmgr.observe.events import Event
 from ckptmgr.observe.json_lines import EventLines
 from ckptmgr.policy.forecast import most_kept
@@ -131,7 +137,7 @@ class RunReport:
 def make_report(
     store: Store,
     *,
-    policy: RetentionPolicy | None,
+    policy: RetentionPolicy | PolicyOf | None,
     now: datetime,
     series: str | None = None,
     noted: EventLines | None = None,
@@ -146,8 +152,13 @@ def make_report(
     found = [one for one in store.scan() if one.state not in UNFINISHED]
     verified = _verified(own)
     entries = []
+    policies: list[RetentionPolicy] = []
     for counted in counted_together(found, series=series):
-        entries += _entries(counted, policy, now, verified)
+        applied = None if policy is None else policy_for(counted, policy)
+        policies += [] if applied is None or applied in policies else [applied]
+        entries += _entries(counted, applied, now, verified)
+    if isinstance(policy, RetentionPolicy):
+        policies = [policy]
     thrown = [
         one
         for batch in trash.batches(store)
@@ -160,13 +171,13 @@ def make_report(
     return RunReport(
         directory=store.directory,
         made_at=now,
-        policy=None if policy is None else str(policy),
+        policy="; ".join(map(str, policies)) or None,
         entries=tuple(entries),
         metrics=tuple(sorted({name for one in entries for name in one.metrics})),
         saves=tuple(one for one in own if one.name == "save.durable"),
         failures=tuple(one for one in own if not one.is_ok and one.name != "save.superseded"),
         used=tuple(_used(own)),
-        space=_space(store, entries, policy),
+        space=_space(store, entries, policies[0] if len(policies) == 1 else None),
         has_events=noted is not None,
         unreadable_event_count=0 if noted is None else noted.unreadable_count,
     )

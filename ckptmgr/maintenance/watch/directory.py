@@ -17,7 +17,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
 from ckptmgr.io.temp_names import final_name, parse_temp
 from ckptmgr.maintenance.prune import PruneResult, carry_out, propose
-from ckptmgr.maintenance.prune_plan import Spared, nothing_spared
+from ckptmgr.maintenance.prune_plan import PolicyOf, Spared, nothing_spared
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint, was_removed
 from ckptmgr.maintenance.watch.model import Holder, Listing, Seen
@@ -90,7 +90,7 @@ class WatchedDirectory:
     def prune(
         self,
         series: str,
-        policy: RetentionPolicy,
+        policy: RetentionPolicy | PolicyOf,
         *,
         at: float,
         grace: timedelta,
@@ -106,6 +106,12 @@ class WatchedDirectory:
         with self.store.fs.hold_directory(self.path):
             now = datetime.fromtimestamp(at, UTC)
             proposal = propose(self.store, policy, now=now, series=series, grace=grace, stays=stays)
+            if proposal.undecided:
+                raise CkptmgrError(
+                    f"no retention policy: a run of series {series} has recorded none",
+                    path=self.path,
+                    hint="pass --keep",
+                )
             return PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
 
     def quarantine(self, seen: Seen, *, at: float) -> Path:

@@ -21,7 +21,7 @@ from typing import Self
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.maintenance.prune_plan import nothing_spared
+from ckptmgr.maintenance.prune_plan import PolicyOf, nothing_spared
 from ckptmgr.maintenance.verdict import Level
 from ckptmgr.maintenance.watch.alarms import span
 from ckptmgr.maintenance.watch.changes import Batch, Changes
@@ -31,6 +31,7 @@ from ckptmgr.maintenance.watch.memory import Memory
 from ckptmgr.maintenance.watch.mirroring import Uploads
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, SeriesRow
 from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
 _LOST_S = 1.0
@@ -47,7 +48,7 @@ class Settings:
         poll_s: How often to list all directories, also without an event.
         is_polling: Do not ask the kernel for changes.
         quarantines: Whether damaged checkpoints are moved into the quarantine.
-        policy_of: Returns the retention policy of a directory; None applies none.
+        policy_of: Returns the retention policy of a directory, or of each run; None applies none.
         grace: How long the trash keeps what retention removed.
         memory: Remembers the verified checkpoints, or None.
         uploads: Mirrors the verified checkpoints, or None.
@@ -60,7 +61,7 @@ class Settings:
     poll_s: float = 30.0
     is_polling: bool = False
     quarantines: bool = False
-    policy_of: Callable[[Path], RetentionPolicy] | None = None
+    policy_of: Callable[[Store], RetentionPolicy | PolicyOf] | None = None
     grace: timedelta = DEFAULT_GRACE
     memory: Memory | None = None
     uploads: Uploads | None = None
@@ -275,9 +276,9 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         yield from reports
         for series in names:
             try:
-                done = self._places[path].prune(
-                    series, policy_of(path), at=at, grace=self._settings.grace, stays=stays
-                )
+                place = self._places[path]
+                policy = policy_of(place.store)
+                done = place.prune(series, policy, at=at, grace=self._settings.grace, stays=stays)
             except (CkptmgrError, OSError) as error:
                 yield from watch.retained(at, series, problem_of(error))
                 continue

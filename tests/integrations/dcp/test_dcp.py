@@ -350,6 +350,9 @@ def test_retention_counts_the_run_also_after_a_restart_that_loads(tmp_path: Path
         return sorted(c.step for c in Store(tmp_path).scan())
 
     assert save_steps(1, 2, 3) == [2, 3]
+    manifest = Store(tmp_path).read_manifest("ckpt-3.shards")
+    assert manifest is not None
+    assert manifest.keep == "last(2)"
     assert save_steps(4) == [2, 3, 4]  # another run: what it did not write is not its own
     reader = StorageReader(tmp_path)
     dcp.load({"w": torch.ones(1)}, storage_reader=reader)
