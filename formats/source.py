@@ -98,3 +98,8 @@ class HeadSource:
         if self._head is None:
             self._head = memoryview(read_bytes(self._source, 0, self._head_bytes))
         buffer[:] = self._head[offset:end]
+
+
+def is_remote(source: Source) -> bool:
+    """Return whether each read of a source has a high latency: few, long reads are better."""
+    return getattr(source, "is_remote", False) is True

@@ -83,14 +83,19 @@ def select(
 
 
 def select_one(
-    text: str, directory: Path, open_store: OpenStore, *, series: str | None = None
+    text: str,
+    directory: Path,
+    open_store: OpenStore,
+    *,
+    series: str | None = None,
+    takes_urls: bool = False,
 ) -> Selected:
-    """Return the one checkpoint that a selector names.
+    """Return the one checkpoint that a selector names; see `select`.
 
     Raises:
         CheckpointNotFound, UsageProblem: It names none, or several.
     """
-    found = select([text], directory, open_store, series=series)
+    found = select([text], directory, open_store, series=series, takes_urls=takes_urls)
     if len(found) > 1:
         names = ", ".join(one.checkpoint.name for one in found[:5])
         more = ", ..." if len(found) > 5 else ""
@@ -157,14 +162,23 @@ def _select_one(
 def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Selected]:
     from ckptmgr.objects.paths import UrlPath
 
-    address = UrlPath(checked_address(text))
-    is_one = address.name.endswith(DATA_SUFFIXES) or is_set_name(address.name)
-    store = open_store(address.parent if is_one else address)
-    present = list_selected(store, series=series)
-    found = [one for one in present if one.name == address.name] if is_one else present
+    address = UrlPath(checked_address(text).removesuffix(MANIFEST_SUFFIX))
+    if not is_file_address(text):
+        store = open_store(address)
+        found = list_selected(store, series=series)
+    else:
+        store = open_store(address.parent)
+        one = store.look(address.name)
+        found = [] if one is None or series not in (None, one.series) else [one]
     if not found:
         raise CheckpointNotFound("no checkpoint is there", path=address)
     return [Selected(store=store, checkpoint=one) for one in found]
+
+
+def is_file_address(text: str) -> bool:
+    """Return whether an address is that of one checkpoint, and not of all below it."""
+    name = text.removesuffix(MANIFEST_SUFFIX)
+    return is_url(text) and (name.endswith(DATA_SUFFIXES) or is_set_name(name))
 
 
 def _where_to_look(store: Store, place: Path) -> str:

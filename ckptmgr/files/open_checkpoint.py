@@ -18,7 +18,8 @@ Returned values are checked, as by `load_checkpoint`. So a read of a tensor read
   descriptions;
 * a plain file without a manifest: only its bytes, unverified.
 
-An object store is read by ranges, with the same number of bytes:
+The address of an object, such as `s3://bucket/run/ckpt-1.ckpt`, is read by ranges, with the same
+number of bytes. So is any other store, by a source:
 
 ```
 source = ckptmgr.RangeSource(get_range, size_bytes=size, name="s3://runs/net-1000.safetensors.ckpe")
@@ -49,9 +50,9 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.formats.source import Source
 from ckptmgr.io.files import CachedFile
+from ckptmgr.io.filesystem import InputFile
+from ckptmgr.objects.places import place_of
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.real_files import real_file
-from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
     from ckptmgr.crypto.keys.signing import PublicKey
@@ -73,10 +74,10 @@ def open_checkpoint(
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
     Args:
-        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such
-            as a `RangeSource`: with a `size` and a `read_into(offset, buffer)` that several threads
-            may call. A source is not closed, and has no manifest, so plain data of it is not
-            verified.
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted, or its address in an object
+            store, such as `s3://bucket/run/ckpt-1.ckpt`; or a source of its bytes, such as a
+            `RangeSource`: with a `size` and a `read_into(offset, buffer)` that several threads may
+            call. A source is not closed, and has no manifest, so plain data of it is not verified.
         dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as
             a whole are then refused, unless `allow_unsealed`.
         dec_mode: The required cipher mode, or None for the one that the file names.
@@ -135,21 +136,28 @@ def open_reader(
     framework: Framework = "np",
 ) -> CheckpointReader:
     """Open a file as `open_checkpoint` does, with options that are checked already."""
-    real = real_file(path)
-    if not real.exists():
+    place = place_of(path, trust=options.trust)
+    if not place.exists():
         raise CheckpointFileNotFound("no such file", path=path)
-    store = Store(real.parent, trust=options.trust)
+    shown = str(path if place.objects is None else place.path)
+    if place.objects is not None and is_mapped:
+        raise UnsupportedCheckpoint("only files can be mapped", path=shown)
     return with_manifest(
-        store,
-        real.name,
+        place.store,
+        place.path.name,
         lambda manifest: _opened_file(
-            CachedFile(real), str(path), options, manifest, is_mapped=is_mapped, framework=framework
+            CachedFile(place.path) if place.objects is None else place.open(),
+            shown,
+            options,
+            manifest,
+            is_mapped=is_mapped,
+            framework=framework,
         ),
     )
 
 
 def _opened_file(
-    raw: CachedFile,
+    raw: InputFile,
     path: str,
     options: ReadOptions,
     manifest: Manifest | None,
@@ -161,7 +169,9 @@ def _opened_file(
         stack.callback(raw.close)
         opened = checked_opening(raw, path, options, manifest)
         with translated_errors(path):
-            mapped = MappedTensors(raw, opened) if is_mapped else None
+            mapped = None
+            if is_mapped and isinstance(raw, CachedFile):
+                mapped = MappedTensors(raw, opened)
         return CheckpointReader(opened, stack.pop_all(), mapped, framework=framework)
 
 

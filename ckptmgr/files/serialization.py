@@ -21,8 +21,7 @@ import inspect
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
-from pathlib import Path
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
@@ -56,7 +55,7 @@ from ckptmgr.files.serialization_arguments import (
     check_more_options,
     check_safetensors_options,
     chooser,
-    load_path,
+    load_place,
     safetensors_metadata,
     save_path,
     warn_of_redundancy,
@@ -66,10 +65,11 @@ from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
+from ckptmgr.objects.places import Place
+from ckptmgr.observe.events import Facts
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
@@ -237,7 +237,8 @@ def load_checkpoint(
     Args:
         ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the
             name of a checkpoint of many ranks, which ends in `.shards`: its tensors are returned
-            whole, and of tensors that differ between ranks those of rank 0.
+            whole, and of tensors that differ between ranks those of rank 0. Each may be the address
+            of an object, such as `s3://bucket/run/ckpt-1.ckpt`.
         net: Also load into this: a mapping of names to arrays, a PyTorch module, an object with
             `load_state_dict()`, or a MindSpore Cell.
         strict_load: Refuse other element types, instead of converting floats or signed integers.
@@ -339,15 +340,13 @@ def load_checkpoint(
             raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
         from ckptmgr.files.load.shard_state import load_sharded
 
-        values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
+        values = dict(load_sharded(ckpt_file_name, options=options, choose=choose))
         if part is not None:
             values = part.named(values, path=ckpt_file_name)
     else:
-        path = load_path(ckpt_file_name, format)
-        with REGISTERED.timed("load", path=path) as facts:
-            values = _read_file(path, options, wanted)
-            with suppress(OSError):  # its name may be gone by now
-                facts["size_bytes"] = path.stat().st_size
+        place = load_place(ckpt_file_name, format, trust=options.trust)
+        with REGISTERED.timed("load", path=place.path) as facts:
+            values = _read_file(place, options, wanted, facts)
     if not values:
         raise ValueError(_EMPTY_RESULT)
     if net is not None:
@@ -385,14 +384,18 @@ def name_of(item: Item) -> str:
 
 
 def _read_file(
-    path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
+    place: Place,
+    options: ReadOptions,
+    read: Callable[[OpenCheckpoint], dict[str, Any]],
+    facts: Facts,
 ) -> dict[str, Any]:
     from ckptmgr.files.load.open import open_source, with_manifest
 
-    store = Store(path.parent, trust=options.trust)
+    path = place.path
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
-        with closing(bypass_page_cache_unless_shared(store.fs.open(path))) as raw:
+        with closing(bypass_page_cache_unless_shared(place.open())) as raw:
+            facts["size_bytes"] = raw.size
             if (
                 raw.size == 0 and manifest is None
             ):  # with MindSpore's sentence, which programs look for
@@ -404,4 +407,4 @@ def _read_file(
                 )
             )
 
-    return with_manifest(store, path.name, read_with)
+    return with_manifest(place.store, path.name, read_with)

@@ -19,11 +19,12 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.notes import add_note
+from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.objects.places import Place, place_of
 from ckptmgr.state.arrays import is_mindspore
-from ckptmgr.store.real_files import real_file
 
 _FORMATS = ("ckpt", "safetensors")
 _REDUNDANCY = "remove_redundancy"  # in the metadata of a safetensors file
@@ -79,8 +80,8 @@ def save_path(
     return path.with_name(f"{path.name}.{extension}")
 
 
-def load_path(name: object, format: str | None) -> Path:
-    """Return the path of a file to load, links resolved.
+def load_place(name: object, format: str | None, *, trust: Trust) -> Place:
+    """Return the place of a file to load, links resolved.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
@@ -101,17 +102,17 @@ def load_path(name: object, format: str | None) -> Path:
             "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
             f"file_name:'{text}', format:'{format or 'ckpt'}'"
         )
-        for sentence in _what_it_is(Path(text)):
+        for sentence in _what_it_is(text):
             add_note(wrong, sentence)
         raise wrong
-    path = real_file(text)
-    if not path.exists():
+    place = place_of(name, trust=trust)
+    if not place.exists():
         raise CheckpointFileNotFound(
-            f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
+            f"For 'load_checkpoint', the checkpoint file: {place.path} does not exist, please check whether the "
             "'ckpt_file_name' is correct.",
-            hint=_other_name(path),
+            hint=_other_name(place.path),
         )
-    return path
+    return place
 
 
 def _other_name(path: Path) -> str | None:
@@ -122,10 +123,14 @@ def _other_name(path: Path) -> str | None:
     )
 
 
-def _what_it_is(path: Path) -> Iterator[str]:
+def _what_it_is(text: str) -> Iterator[str]:
     """Yield hints about the file under a path that is no name of a checkpoint."""
     from ckptmgr.formats.detect import Kind, detect
 
+    if is_url(text):
+        yield "an address ends in the name of a checkpoint: ckptmgr ls URL lists those of a run"
+        return
+    path = Path(text)
     with suppress(OSError, ValueError):  # no such file, or no such name
         if path.is_dir():
             yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"

@@ -56,13 +56,13 @@ from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.files.serialization_arguments import place_of_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
+from ckptmgr.objects.places import Place, place_of
+from ckptmgr.observe.events import Facts
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state import tree
 from ckptmgr.state.part import checked_parts
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_reserved_name
-from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
@@ -191,7 +191,8 @@ def load_state(
     Takes the files of `save_state` and of a `CheckpointManager`, also without their manifests.
 
     Args:
-        path: The file, under any name.
+        path: The file, under any name; or its address in an object store, such as
+            `s3://bucket/run/ckpt-1.ckpt`, of which only what is needed is requested.
         into: Restore into this state, built as for a fresh start; arrays are filled in place. None
             returns new objects, each of the kind that was saved: torch tensors come back as such.
         only: Name, or names, of entries of the dict that was saved: only these are read and
@@ -232,35 +233,39 @@ def load_state(
         mode=dec_mode,
     )
     parts = checked_parts(only)
-    place = real_file(path)
-    if is_set_name(place.name):
+    place = place_of(path, trust=options.trust)
+    if is_set_name(place.path.name):
         raise UnsupportedCheckpoint(
             "is a checkpoint of many ranks, which has several files",
-            path=place,
+            path=place.path,
             hint="CheckpointManager.load reads it, and load_checkpoint its tensors",
         )
     if not place.exists():
         raise CheckpointFileNotFound("no such file", path=path)
-    with REGISTERED.timed("load", path=place) as facts:
-        facts["size_bytes"] = place.stat().st_size
-        return _read(place, options, into, parts).put_back(into)
+    with REGISTERED.timed("load", path=place.path) as facts:
+        return _read(place, options, into, parts, facts).put_back(into)
 
 
 def _read(
-    place: Path, options: ReadOptions, into: object, only: Sequence[str] | None
+    place: Place,
+    options: ReadOptions,
+    into: object,
+    only: Sequence[str] | None,
+    facts: Facts,
 ) -> StoredState | InPlaceState:
     from ckptmgr.files.load.open import open_source, with_manifest
 
-    store = Store(place.parent, trust=options.trust)
+    path = place.path
 
     def read_with(manifest: Manifest | None) -> StoredState | InPlaceState:
         with ExitStack() as stack:
-            file = store.fs.open(place)
+            file = place.open()
+            facts["size_bytes"] = file.size
             raw = bypass_page_cache_unless_shared(file) if into is None else file
             stack.enter_context(closing(raw))
             opened = open_source(
                 raw,
-                path=str(place),
+                path=str(path),
                 options=options,
                 manifest=manifest,
                 is_for_loading=True,
@@ -269,14 +274,14 @@ def _read(
                 raise UnsupportedCheckpoint(
                     "this file has no nested state: neither save_state nor a CheckpointManager "
                     "wrote it",
-                    path=place,
+                    path=path,
                     hint="load it with ckptmgr.load_checkpoint",
                 )
             return verified_state(
-                opened, stack, path=place, manifest=manifest, state=into, only=only
+                opened, stack, path=path, manifest=manifest, state=into, only=only
             )
 
-    return with_manifest(store, place.name, read_with)
+    return with_manifest(place.store, path.name, read_with)
 
 
 def _format_of(name: str, given: str | None) -> str:

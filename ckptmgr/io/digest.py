@@ -23,8 +23,9 @@ from blake3 import blake3
 
 from ckptmgr.core.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.crypto.buffers import new_pages
-from ckptmgr.formats.source import Source
+from ckptmgr.formats.source import Source, is_remote
 from ckptmgr.io.threads import HASH_STEP_BYTES, for_each_unit
+from ckptmgr.io.whole_ranges import WholeRanges
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
@@ -127,6 +128,7 @@ class _Blanked:
 
     def __init__(self, source: Source, blank_bytes: int) -> None:
         self._source = source
+        self.is_remote = is_remote(source)
         self._blank_bytes = blank_bytes
         self.size = source.size
 
@@ -153,7 +155,7 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
             hasher.update(view)
         digests[index] = hasher.digest()
 
-    for_each_unit(range(len(digests)), work)
+    for_each_unit(range(len(digests)), work, has_latency=is_remote(source))
     return digests
 
 
@@ -171,6 +173,9 @@ class VerifyingSource:
     """
 
     def __init__(self, raw: Source, digest: FileDigest, *, path: str) -> None:
+        self.is_remote = is_remote(raw)
+        if self.is_remote and digest.range_bytes == RANGE_BYTES:
+            raw = WholeRanges(raw, RANGE_BYTES)
         self._raw = _blanked(raw, digest.blank_bytes)
         self._digest = digest
         self._path = path

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ckptmgr.core.contexts import contextmanager
+from ckptmgr.formats.source import is_remote
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
 from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 
@@ -141,6 +142,7 @@ class RetryingFile:
 
     def __init__(self, file: InputFile, disk: RetryingFileSystem) -> None:
         self.file = file
+        self.is_remote = is_remote(file)
         self._disk = disk
 
     @property

@@ -22,7 +22,7 @@ import numpy as np
 
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.index import TensorEntry
-from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.source import Source, is_remote, read_bytes
 from ckptmgr.io.arenas import Arena
 from ckptmgr.io.buffers import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.io.digest import VerifyingSource
@@ -152,7 +152,9 @@ class _Reader:
             for unit in runs[run]:
                 self._read(unit, buffer)
 
-        for_each_unit(runs, read)
+        # A digest range is read in several requests at once.
+        has_latency = is_remote(self._source) and not isinstance(self._source, VerifyingSource)
+        for_each_unit(runs, read, has_latency=has_latency)
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes

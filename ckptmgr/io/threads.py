@@ -22,6 +22,9 @@ HASH_STEP_BYTES = 2 << 20
 MOST_PRODUCERS = 4
 """Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers."""
 
+REMOTE_READERS = 16
+"""Reads in flight over a network: a request waits longer than it transfers."""
+
 # More reads in flight than cores: while one thread hashes, the disk must not wait.
 _READERS = 4
 _buffers = BufferPool(_READERS, PIECE_BYTES)
@@ -149,18 +152,27 @@ class _Loop(Generic[_Item]):
         self._failure = self._failure or error
 
 
-def for_each_unit(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
+def for_each_unit(
+    units: Collection[int],
+    work: Callable[[int, memoryview], None],
+    *,
+    has_latency: bool = False,
+) -> None:
     """Call `work` with every unit of a file and a page-aligned buffer of 4 MiB to use.
+
+    With `has_latency` more of them run at a time, because each waits for a network.
 
     Raises:
         BaseException: The first failure of `work`; no unit is begun after it.
     """
+    readers = REMOTE_READERS if has_latency else _READERS
+    buffers = BufferPool(readers, PIECE_BYTES) if has_latency else _buffers
 
     def work_in_buffer(unit: int) -> None:
-        with _buffers.lent() as buffer:
+        with buffers.lent() as buffer:
             work(unit, buffer)
 
-    for_each(iter(units), work_in_buffer, threads=min(_READERS, len(units)))
+    for_each(iter(units), work_in_buffer, threads=min(readers, len(units)))
 
 
 def work_beside_training() -> None:

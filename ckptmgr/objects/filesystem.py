@@ -2,7 +2,8 @@
 """The checkpoints of an object store as files of one directory, read-only.
 
 `Store` then lists, proves and reads them as those on a disk. The name of a data file is in no key
-alone: its manifest leads to it.
+alone: its manifest leads to it. A file that another tool put there has its own name, and is opened
+by it, but not listed.
 """
 
 from __future__ import annotations
@@ -17,12 +18,19 @@ from typing import NoReturn
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
+from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
-from ckptmgr.io.object_store import RangeSource
 from ckptmgr.objects.directory import DATA, data_key, entries_of
 from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.ranged import ObjectFile
 from ckptmgr.objects.requests import Objects, StoredObject
-from ckptmgr.store.manifest.codec import SUFFIX, Manifest, decode, manifest_name
+from ckptmgr.store.manifest.codec import (
+    MAX_MANIFEST_BYTES,
+    SUFFIX,
+    Manifest,
+    decode,
+    manifest_name,
+)
 from ckptmgr.store.store import Store
 
 _READERS = 8
@@ -33,11 +41,11 @@ def remote_store(objects: Objects, *, trust: Trust) -> Store:
     return Store(UrlPath(objects.url), fs=RemoteFiles(objects), trust=trust)
 
 
-class RemoteFile(RangeSource):
-    """An object that is read by ranges."""
+class BytesFile(BytesSource):
+    """The bytes of an object that were read already."""
 
     def close(self) -> None:
-        """Do nothing: every request stands alone."""
+        """Do nothing."""
 
 
 class RemoteFiles:
@@ -47,6 +55,7 @@ class RemoteFiles:
         self._objects = objects
         self._directory = UrlPath(objects.url)
         self._manifests: dict[str, tuple[StoredObject, bytes]] = {}
+        self._opened: dict[str, bytes] = {}  # manifests, as they were when last opened
 
     def names(self, path: Path) -> Sequence[str]:
         """Return the names of manifests and data files."""
@@ -74,31 +83,32 @@ class RemoteFiles:
         """Return the status of a manifest or data file; the directory itself always exists."""
         if path == self._directory:
             return FileStatus(0, 0.0, is_file=False, is_directory=True, identity=(0, 0))
-        key = self._key(path)
-        stored = None if key is None else self._objects.find(key)
-        return None if stored is None else _status(stored)
+        for key in self._keys(path):
+            stored = self._objects.find(key)
+            if stored is not None:
+                return _status(stored)
+        return None
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open an object, to be read by ranges."""
+        """Open an object, to be read by ranges of this version of it."""
         del is_uncached
         listed = self._manifests.get(path.name)
         if listed is not None:
-            content = listed[1]
-            return RemoteFile(
-                lambda start, length: content[start : start + length],
-                size_bytes=len(content),
-                name=str(path),
-            )
-        key = self._key(path)
-        stored = None if key is None else self._objects.find(key)
-        if key is None or stored is None:
-            raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
-        found = key
-        return RemoteFile(
-            lambda start, length: self._objects.read(found, start, length),
-            size_bytes=stored.size_bytes,
-            name=str(path),
-        )
+            return BytesFile(listed[1])
+        if path.name.endswith(SUFFIX):
+            return self._open_manifest(path)
+        for key in self._keys(path):
+            with contextlib.suppress(FileNotFoundError):
+                return ObjectFile(self._objects, key, name=str(path))
+        raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+
+    def _open_manifest(self, path: Path) -> InputFile:
+        file = ObjectFile(self._objects, path.name, name=str(path))
+        if file.size > MAX_MANIFEST_BYTES:
+            return file
+        content = read_bytes(file, 0, file.size)
+        self._opened[path.name] = content
+        return BytesFile(content)
 
     @contextlib.contextmanager
     def hold_directory(self, path: Path) -> Iterator[None]:
@@ -175,24 +185,29 @@ class RemoteFiles:
         except CkptmgrError:
             return None
 
-    def _key(self, path: Path) -> str | None:
-        """Return the key of a manifest or data file; None where no manifest leads to it."""
+    def _keys(self, path: Path) -> tuple[str, ...]:
+        """Return the keys under which a manifest or data file may be, the first one first."""
         name = path.name
         if name.endswith(SUFFIX):
-            return name
+            return (name,)
         shard = parse_shard_name(name)
         owner = manifest_name(name if shard is None else shard.set_name)
-        listed = self._manifests.get(owner)
         try:
-            content = self._objects.get(owner) if listed is None else listed[1]
+            content = self._content_of(owner)
         except FileNotFoundError:
-            return None
+            return (name,)
         manifest = self._decoded(owner, content)
         entries = () if manifest is None else entries_of(manifest)
         for entry in entries:
             if manifest is not None and entry.name == name:
-                return data_key(manifest, entry)
-        return None
+                return (data_key(manifest, entry), name)
+        return (name,)
+
+    def _content_of(self, key: str) -> bytes:
+        if key in self._opened:
+            return self._opened[key]
+        listed = self._manifests.get(key)
+        return self._objects.get(key) if listed is None else listed[1]
 
 
 def _status(one: StoredObject) -> FileStatus:

@@ -28,12 +28,31 @@ _memory_stores: dict[str, Any] = {}
 
 
 class StoredObject(NamedTuple):
-    """An object: its key below the prefix, its size, when it was written, its version if it has one."""
+    """An object: its key below the prefix, its size, when it was written, its version if it has one.
+
+    `e_tag` changes with the content; None where the store has none.
+    """
 
     key: str
     size_bytes: int
     modified_at: datetime
     version: str | None = None
+    e_tag: str | None = None
+
+    def is_same_as(self, other: StoredObject) -> bool:
+        """Return whether two answers are about the same content, as far as the store says."""
+        if self.size_bytes != other.size_bytes:
+            return False
+        if self.e_tag is None or other.e_tag is None:
+            return self.modified_at == other.modified_at
+        return self.e_tag == other.e_tag
+
+
+class FetchedRange(NamedTuple):
+    """The bytes of a range, and the object as it was when they were read."""
+
+    stored: StoredObject
+    data: memoryview
 
 
 class Objects(Protocol):
@@ -58,6 +77,13 @@ class Objects(Protocol):
 
     def read(self, key: str, offset: int, length: int) -> bytes:
         """Return a range of the bytes of an object."""
+        ...
+
+    def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
+        """Return a range of the bytes of an object, cut at its end, and the object, in one request.
+
+        A range that begins at the end or after it is an error.
+        """
         ...
 
     def find(self, key: str) -> StoredObject | None:
@@ -174,6 +200,14 @@ class ObstoreObjects:
         with self._errors(key):
             return bytes(self._obstore.get_range(self._store, key, start=offset, length=length))
 
+    def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
+        """Return a range of the bytes of an object, cut at its end, and the object, in one request."""
+        with self._errors(key):
+            found = self._obstore.get(
+                self._store, key, options={"range": (offset, offset + length)}
+            )
+            return FetchedRange(self._stored(found.meta), memoryview(found.bytes()))
+
     def find(self, key: str) -> StoredObject | None:
         """Return size and time of an object, or None where there is none."""
         try:
@@ -205,7 +239,13 @@ class ObstoreObjects:
 
     @staticmethod
     def _stored(meta: Any) -> StoredObject:
-        return StoredObject(meta["path"], meta["size"], meta["last_modified"], meta.get("version"))
+        return StoredObject(
+            meta["path"],
+            meta["size"],
+            meta["last_modified"],
+            meta.get("version"),
+            meta.get("e_tag"),
+        )
 
     @contextmanager
     def _errors(self, key: str) -> Iterator[None]:

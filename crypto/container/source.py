@@ -44,6 +44,7 @@ class ContainerSource:
 
     def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
         self._source = source
+        self.is_remote = is_remote(source)
         self.unlocked = unlocked
         self._fixed = unlocked.header.fixed.with_stored_size(source.size)
         self._message = unlocked.message
@@ -124,7 +125,7 @@ class ContainerSource:
         is_final = index == self.block_count - 1
         try:
             segment = buffer[:length]
-            if is_remote(self._source):
+            if self.is_remote:
                 self._source.read_into(start, segment)
                 self._message.open_into(index, segment, plaintext, is_final=is_final)
                 return

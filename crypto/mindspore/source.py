@@ -20,7 +20,7 @@ from ..cbc_batches import FindLanes, lanes_for
 from ..ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from ..errors import TruncatedCiphertextError
 from ..keys.key import Key
-from ..source import Source
+from ..source import Source, is_remote
 from .layout import BlockLayout, read_layout
 from .reader import BlockReader
 from .records import head_size, read_bytes
@@ -77,6 +77,7 @@ class BlockSource:
         find_lanes: FindLanes = lanes_for,
     ) -> None:
         self._source = source
+        self.is_remote = is_remote(source)
         self._key = key
         self._mode = mode
         self._records = layout.record_starts

@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 
-from ..source import Source, check_range
+from ..source import Source, check_range, is_remote
 from .frames import check_frame, unpack_frame
 from .table import FRAME_BYTES, STORED, FrameTable, read_table
 
@@ -25,6 +25,7 @@ class FramesSource:
 
     def __init__(self, source: Source, table: FrameTable) -> None:
         self._source = source
+        self.is_remote = is_remote(source)
         self.table = table
         self._starts: list[int] = []
         start = 0

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from ckptmgr.objects.requests import Objects, StoredObject
+from ckptmgr.objects.requests import FetchedRange, Objects, StoredObject
 
 _Done = TypeVar("_Done")
 
@@ -31,6 +31,7 @@ class CountedObjects:
     ) -> None:
         self.url = objects.url
         self.requests: list[str] = []
+        self.ranges: list[tuple[str, int, int]] = []
         self._objects = objects
         self._last = last
         self._is_done = is_done
@@ -48,6 +49,16 @@ class CountedObjects:
 
     def read(self, key: str, offset: int, length: int) -> bytes:
         return self._request("read", key, lambda: self._objects.read(key, offset, length))
+
+    def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
+        found = self._request("fetch", key, lambda: self._objects.fetch(key, offset, length))
+        self.ranges.append((key, offset, found.data.nbytes))
+        return found
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes of all ranges that were fetched."""
+        return sum(length for _, _, length in self.ranges)
 
     def find(self, key: str) -> StoredObject | None:
         return self._request("find", key, lambda: self._objects.find(key))

@@ -15,6 +15,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Trouble, UsageProblem
 from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr.core.urls import is_url
 
 if TYPE_CHECKING:
     from ckptmgr.cli.diff_table import Pair
@@ -73,11 +74,11 @@ def _part(_: click.Context, param: click.Parameter, value: str | None) -> str | 
     callback=_part,
     help="The same for B, where the name differs from that of --only.",
 )
-@options.dir_option
+@options.place_dir_option
 @click.option(
     "--other-dir",
     "other_directory",
-    type=options.PATH,
+    type=options.PLACE,
     help="Where B is looked up.  [default: that of --dir]",
 )
 @options.series_option
@@ -109,7 +110,7 @@ def diff_command(
 ) -> int:
     """Compare two checkpoints, as diff does: exit 0 if they are the same, 1 if not, 2 and more for trouble.
 
-    A and B are paths, steps, latest, best:METRIC:min, best:METRIC:max, @pinned or @tag:NAME; or two
+    A and B are paths, URLs, steps, latest, best:METRIC:min, best:METRIC:max, @pinned or @tag:NAME; or two
     directories, whose checkpoints of the same step are compared. Files of any formats and keys are
     compared by the names of their tensors, those of many ranks as whole tensors; besides, the
     numbers and texts of a state, but no metrics and no metadata of libraries.
@@ -150,7 +151,7 @@ def diff_command(
         tolerance=tolerance,
         is_summary=is_summary,
         is_verbose=verbose,
-        has_many=Path(first).is_dir() and Path(second).is_dir(),
+        has_many=_is_directory(first) and _is_directory(second),
     )
     try:
         return exit_code(show(output, pairs(), shown))
@@ -177,7 +178,7 @@ def _selected(
     a: Side, b: Side, series: str | None
 ) -> Iterator[tuple[Selected | None, Selected | None]]:
     """Yield the checkpoints to compare; None where a directory lacks the other one's step."""
-    if not (Path(a[0]).is_dir() and Path(b[0]).is_dir()):
+    if not (_is_directory(a[0]) and _is_directory(b[0])):
         yield _one(a, series), _one(b, series)
         return
     ours, theirs = (_by_step(side, series) for side in (a, b))
@@ -186,16 +187,23 @@ def _selected(
 
 
 def _one(side: Side, series: str | None) -> Selected:
-    from ckptmgr.cli.selectors import select_one
+    from ckptmgr.cli.selectors import is_file_address, select_one
     from ckptmgr.core.error_translation import unproven_error
 
     text, directory, trust = side
     opener = partial(options.open_store, trust=trust)
-    selected = select_one(text, directory, opener, series=series)
-    if selected.checkpoint.is_unproven and not Path(text).exists():
-        # A path names the file itself; a step would be no more than its name.
+    selected = select_one(text, directory, opener, series=series, takes_urls=True)
+    is_named = is_file_address(text) or Path(text).exists()
+    if selected.checkpoint.is_unproven and not is_named:
+        # A path or address names the file itself; a step would be no more than its name.
         raise unproven_error(selected.checkpoint.path, trust)
     return selected
+
+
+def _is_directory(text: str) -> bool:
+    from ckptmgr.cli.selectors import is_file_address
+
+    return not is_file_address(text) if is_url(text) else Path(text).is_dir()
 
 
 def _by_step(side: Side, series: str | None) -> dict[tuple[str, int], Selected]:
@@ -207,7 +215,8 @@ def _by_step(side: Side, series: str | None) -> dict[tuple[str, int], Selected]:
     from ckptmgr.cli.selectors import select
 
     text, directory, trust = side
-    found = select([text], directory, partial(options.open_store, trust=trust), series=series)
+    opener = partial(options.open_store, trust=trust)
+    found = select([text], directory, opener, series=series, takes_urls=True)
     newest_last = sorted(found, key=lambda one: one.checkpoint.order)
     is_one = len({one.checkpoint.series for one in found}) == 1
     return {

@@ -28,10 +28,15 @@ _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
 
 
 @options.command(
-    "inspect", examples=("inspect net-3_40.ckpt", "inspect latest --dir runs --stats --key file:k")
+    "inspect",
+    examples=(
+        "inspect net-3_40.ckpt",
+        "inspect latest --dir runs --stats --key file:k",
+        "inspect s3://bucket/run/ckpt-1.ckpt",
+    ),
 )
 @click.argument("checkpoint")
-@options.dir_option
+@options.place_dir_option
 @options.series_option
 @click.option(
     "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
@@ -51,7 +56,7 @@ def inspect_command(
 ) -> int:
     """Show the contents of a checkpoint.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope
+    CHECKPOINT is a path, a URL, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope
     of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key
     proves the writer of the file. -q prints the names of the tensors.
     """
@@ -60,7 +65,9 @@ def inspect_command(
     from ckptmgr.files.load.inspection import inspect_file
     from ckptmgr.files.load.options import ReadOptions
 
-    selected = select_one(checkpoint, directory, showing_opener(given_trust), series=series)
+    selected = select_one(
+        checkpoint, directory, showing_opener(given_trust), series=series, takes_urls=True
+    )
     contents = inspect_file(
         selected.store,
         selected.checkpoint,

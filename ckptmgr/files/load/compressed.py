@@ -27,7 +27,8 @@ def read_frames(
 
 def check_frames(source: FramesSource, *, crc: FileCrc | None = None) -> None:
     """Read and expand everything to have it checked; `crc` gets every byte."""
-    for_each_unit(range(len(source.table.frames)), _Reader(source, (), crc).read)
+    units = range(len(source.table.frames))
+    for_each_unit(units, _Reader(source, (), crc).read, has_latency=source.is_remote)
 
 
 class _Reader:
@@ -46,7 +47,7 @@ class _Reader:
             wanted.update(self._source.frames_of(0, self._crc.stop))
         for start, stop in zip(self._starts, self._stops, strict=True):
             wanted.update(self._source.frames_of(start, stop))
-        for_each_unit(sorted(wanted), self.read)
+        for_each_unit(sorted(wanted), self.read, has_latency=self._source.is_remote)
 
     def read(self, index: int, buffer: memoryview) -> None:
         start, stop = self._source.frame_range(index)

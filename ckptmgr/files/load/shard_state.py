@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
 from ckptmgr.files.load.state import DATA, SKELETON, StoredState
 from ckptmgr.formats.tensor import Tensor
+from ckptmgr.objects.places import place_of
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes
 from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merge_skeletons
@@ -61,7 +61,7 @@ def read_sharded(
 
 
 def load_sharded(
-    path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
+    path: str | os.PathLike[str], *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
     """Return the chosen tensors of many ranks, whole; if ranks differ, those of the first.
 
@@ -69,9 +69,8 @@ def load_sharded(
         CheckpointNotFound: There is no such checkpoint.
         CkptmgrError: As `read_sharded`.
     """
-    real = Path(os.path.realpath(path))
     # An attacker with write permission could otherwise join files of several steps, each sealed.
-    store = Store(real.parent, trust=options.trust)
+    store, real, _ = place_of(path, trust=options.trust)
     manifest = store.read_manifest(real.name)
     if manifest is None:
         raise CheckpointFileNotFound("no such checkpoint", path=path)

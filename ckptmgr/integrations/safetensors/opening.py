@@ -15,6 +15,7 @@ from safetensors import safe_open as library_open
 from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.keys import check_given_key
 from ckptmgr.core.errors import KeyProblem
+from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of
 from ckptmgr.files.open_checkpoint import CheckpointReader, open_checkpoint
 from ckptmgr.formats.detect import Kind
@@ -48,7 +49,8 @@ def safe_open(
     byte that it returns and reads only the segments of the file that a tensor or slice needs.
 
     Args:
-        filename: The file.
+        filename: The file; or its address in an object store, such as `s3://bucket/run/net.safetensors`,
+            which ckptmgr reads by ranges.
         framework: Of the returned tensors: `pt`, `np` or `jax`, and for plain files every other one
             of the library.
         device: Where torch tensors are made; a string, a number or a torch device.
@@ -73,8 +75,9 @@ def safe_open(
     check_is_bool("allow_unsealed", allow_unsealed)
     check_is_bool("allow_unencrypted", allow_unencrypted)
     checked, trusted = check_given_key("key", key), tuple(trusted_keys)
-    kind = _kind_of(filename)
-    if kind is None or (kind not in _OURS and checked is None and not trusted):
+    is_address = is_url(filename)
+    kind = None if is_address else _kind_of(filename)
+    if not is_address and (kind is None or (kind not in _OURS and checked is None and not trusted)):
         return library_open(filename, framework=framework, device=device, backend=backend)
     if backend not in _BACKENDS:
         raise SafetensorError(f'backend "{backend}" is invalid (expected one of: "mmap", "pread")')
