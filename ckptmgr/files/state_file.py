@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.config.checks import (

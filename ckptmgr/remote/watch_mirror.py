@@ -68,7 +68,8 @@ class _Stoppable:
     def __init__(self, objects: Objects, is_stopping: Callable[[], bool]) -> None:
         self.url = objects.url
         self.create, self.get, self.read = objects.create, objects.get, objects.read
-        self.find, self.list, self.delete = objects.find, objects.list, objects.delete
+        self.fetch, self.find = objects.fetch, objects.find
+        self.list, self.delete = objects.list, objects.delete
         self._put = objects.put
         self._is_stopping = is_stopping
 

@@ -8,14 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from click import Context
 
 from ckptmgr import (
     CheckpointManager,
     ModelCheckpoint,
     export_weights,
 )
-from ckptmgr.cli import cli
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import checked_url
 from tests.cli.running import key_file, run

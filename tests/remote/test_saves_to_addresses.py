@@ -37,7 +37,7 @@ from tests.support.saved import KEY, OTHER_KEY, flip
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.paths import UrlPath
-from ckptmgr.objects.requests import Objects, StoredObject, open_objects
+from ckptmgr.objects.requests import FetchedRange, Objects, StoredObject, open_objects
 from tests.remote.buckets import directory_of, listed, new_url, whole_names
 
 _WAIT_S = 30.0
@@ -374,10 +374,10 @@ def test_resume_takes_no_older_checkpoint_while_the_newest_cannot_be_read(
             manager.save(step, _state(step))
 
     class Unreadable(CountedObjects):
-        def read(self, key: str, offset: int, length: int) -> bytes:
+        def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
             if "ckpt-2" in key:
                 raise error
-            return super().read(key, offset, length)
+            return super().fetch(key, offset, length)
 
     stores_of(Unreadable(open_objects(url)))
     manager = CheckpointManager(url)
