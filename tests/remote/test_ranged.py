@@ -8,6 +8,7 @@ import pytest
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.whole_ranges import WholeRanges
 from tests.support.counted_objects import CountedObjects
 
 pytest.importorskip("obstore")
@@ -139,3 +140,26 @@ def test_version_without_a_tag_is_known_by_its_time() -> None:
     objects.put("x", [DATA], len(DATA))
     with pytest.raises(ValueError, match="replaced while it was being read"):
         read_bytes(file, 9 * MIB, MIB)
+
+
+def test_network_error_about_an_object_that_is_gone_says_that_it_was_removed() -> None:
+    class Refusing(CountedObjects):
+        def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
+            if offset:
+                raise ConnectionError("no range")
+            return super().fetch(key, offset, length)
+
+    objects = Refusing(new_objects())
+    objects.put("x", [DATA], len(DATA))
+    file = ObjectFile(objects, "x", name="memory://x")
+    objects.delete(["x"])
+    with pytest.raises(FileNotFoundError, match="removed while it was being read"):
+        read_bytes(file, MIB, MIB)
+
+
+def test_few_whole_ranges_stay_in_memory() -> None:
+    file, objects = opened()
+    ranges = WholeRanges(file, MIB)
+    for start in (*range(MIB, 8 * MIB, MIB), MIB):
+        assert read_bytes(ranges, start + 5, 9) == DATA[start + 5 : start + 14]
+    assert len(objects.ranges) == 1 + 8
