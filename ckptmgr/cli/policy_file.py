@@ -13,7 +13,8 @@ from pathlib import Path
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.formats.source import TruncatedError, read_bytes
+from ckptmgr.formats.errors import TruncatedError
+from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import CachedFile
 from ckptmgr.maintenance.prune_plan import PolicyOf, counted_together
 from ckptmgr.maintenance.recorded_policy import check_writers, deciding_checkpoint, recorded_policy

@@ -15,7 +15,7 @@ in which it checks them. Differences:
 * A run never changes the configuration. MindSpore counts in the shared `append_dict`, so that a
   second callback with the same configuration continues the counts of the first.
 * The key is in no message and no repr, and the configuration is not pickled with one.
-* `keep=` takes any retention policy, as text or value.
+* `keep=` takes any retention policy, as text or value; `save_only_kept=` saves only what it keeps.
 
 >>> config = CheckpointConfig(save_checkpoint_steps=100, keep="last(3) | best(2, loss, min)")
 >>> config.save_policy()
@@ -51,19 +51,23 @@ from ckptmgr.config.checks import (
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.config.retention import (
+    DEFAULT_KEEP_MAX,
+    check_keep,
+    check_only_kept,
+    joined_policy,
+)
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
-from ckptmgr.policy.rules import Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.rules import Last, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
-from ckptmgr.policy.tag_rules import Tagged
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 
 
-DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")
 
 
@@ -116,6 +120,10 @@ class CheckpointConfig:
         format: "ckpt" or "safetensors".
         keep: A retention policy instead of `keep_checkpoint_*`, e.g. "last(3) | best(2, loss,
             min)".
+        save_only_kept: Whether a due save is passed over that no rule of `keep` would keep, as a
+            step whose loss is not among the best; the end of the training, preemption and
+            exceptions are saved all the same. A step without the metric is passed over, too, and
+            the next one that has it takes its place.
         save_checkpoint_overhead: Instead of steps and seconds: the largest share of the training
             time for which saving may hold it up, e.g. 0.03.
         memory: Budget and kind of the memory in which background saves stage the state.
@@ -170,6 +178,7 @@ class CheckpointConfig:
         format: str = "ckpt",
         *,
         keep: str | RetentionPolicy | Rule | None = None,
+        save_only_kept: bool = False,
         save_checkpoint_overhead: float | None = None,
         memory: MemoryConfig | None = None,
         back_pressure: BackPressure = "wait",
@@ -220,7 +229,9 @@ class CheckpointConfig:
         self._compression_level = check_compression(
             compression, compression_level, format=self._format
         )
-        self._keep = _check_keep(keep, keep_max, keep_minutes)
+        self._keep = check_keep(keep, keep_max, keep_minutes)
+        is_only_kept = check_is_bool("save_only_kept", save_only_kept)
+        self.only_kept = check_only_kept(self._keep) if is_only_kept else None
         self._overhead = (
             None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
         )
@@ -377,9 +388,7 @@ class CheckpointConfig:
         anyway.
         """
         if self._keep is not None:
-            sparse = Every | Best | Pinned | Tagged
-            is_sparse = all(isinstance(rule, sparse) for rule in self._keep.rules)
-            return self._keep | Last(1) if is_sparse else self._keep
+            return joined_policy(self._keep)
         if self._keep_minutes:
             from ckptmgr.policy.time_rules import PerMinutes
 
@@ -427,34 +436,6 @@ def check_config(config: object) -> CheckpointConfig:
             f"but got {type(config)}."
         )
     return config
-
-
-def _check_keep(
-    keep: object, keep_max: int | None, keep_minutes: int | None
-) -> RetentionPolicy | None:
-    if keep is None:
-        return None
-    if keep_max != DEFAULT_KEEP_MAX or keep_minutes != 0:
-        raise ValueError(
-            "For 'CheckpointConfig', 'keep' replaces 'keep_checkpoint_max' and 'keep_checkpoint_per_n_minutes'; "
-            "give one or the other."
-        )
-    if isinstance(keep, str):
-        from ckptmgr.policy.text import parse_policy
-
-        return parse_policy(keep)
-    if isinstance(keep, Rule):
-        return RetentionPolicy((keep,))
-    if not isinstance(keep, RetentionPolicy):
-        raise TypeError(
-            "For 'CheckpointConfig', the type of 'keep' must be str or RetentionPolicy, "
-            f"but got {type(keep)}."
-        )
-    if not keep.rules:
-        raise ValueError(
-            "For 'CheckpointConfig', 'keep' has no rules; name what to keep, e.g. last(5)."
-        )
-    return keep
 
 
 _PARAMETERS = tuple(

@@ -41,14 +41,26 @@ def check_for_address(config: CheckpointConfig) -> None:
         _refuse("a run that saves to an address", [("file_mode", why)])
 
 
-def check_for_callback(config: CheckpointConfig, *, has_layout: bool) -> None:
-    """Raise ValueError for an option without effect in a `ModelCheckpoint`."""
-    _refuse("ModelCheckpoint", [*_of_training(config, has_layout=has_layout)])
+def check_for_callback(
+    config: CheckpointConfig, *, has_layout: bool, is_numbered: bool = True
+) -> None:
+    """Raise ValueError for an option without effect in a `ModelCheckpoint`.
+
+    `is_numbered` says whether its files have numbers, so that retention counts them.
+    """
+    refused = [*_of_training(config, has_layout=has_layout)]
+    if config.only_kept is not None and not is_numbered:
+        refused.append(("save_only_kept", "no rule counts files whose names a function returns"))
+    _refuse("ModelCheckpoint", refused)
 
 
 def check_for_dcp(config: CheckpointConfig) -> None:
     """Raise ValueError for an option without effect in the storage of DCP."""
     refused = [*_of_training(config, has_layout=True)]
+    if config.only_kept is not None:
+        refused.append(
+            ("save_only_kept", "it saves when dcp.save is called: compare the metric there")
+        )
     if config.exception_save:
         refused.append(("exception_save", "it sees no loop: call dcp.save where training fails"))
     if config.append_dict is not None:

@@ -8,6 +8,7 @@
 | `save.durable` | the checkpoint survives a power cut | all of `SaveStats` |
 | `save.failed` | it did not become durable | |
 | `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
+| `save.skipped` | no rule of `keep` would keep it (`save_only_kept`) | the reason |
 | `load`, `resume`, `verify` | afterwards | resume: skipped, starts; skipped checkpoints and why |
 | `prune` | checkpoints were removed, or should have been | kept, dropped, freed_bytes |
 | `mirror` | an upload to the mirror ended | its address |

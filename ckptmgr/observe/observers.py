@@ -177,6 +177,10 @@ class SaveWatch:
             is_superseded = isinstance(error, SaveSuperseded)
             self._end("save.superseded" if is_superseded else "save.failed", error)
 
+    def passed_over(self, reason: str) -> None:
+        """Emit `save.skipped` with the reason, once."""
+        self._end("save.skipped", notes=(reason,))
+
     def follow(self, handle: SaveHandle | None) -> None:
         """Emit the events of a background save as it proceeds; None stands for skipped."""
         if handle is None:

@@ -33,7 +33,7 @@ from ckptmgr.policy.save import (
 
 _LOG = logging.getLogger(__name__)
 _MOST_AHEAD = 1 << 16
-_ABOUT, _COMPARED = ".policy", ".policies"  # names that no series has
+_ABOUT, _COMPARED, _KEPT = ".policy", ".policies", ".kept"  # names that no series has
 
 
 class ComparedPolicy:
@@ -103,6 +103,37 @@ def _is_by_time(policy: SavePolicy) -> bool:
     if isinstance(policy, AnyOf):
         return any(map(_is_by_time, policy.policies))
     return isinstance(policy, EverySeconds | Overhead)
+
+
+class RankZeroAnswer:
+    """Asks rank 0 a question that all ranks come to together; its answer counts on all."""
+
+    def __init__(self, coordinator: Coordinator, *, timeout_s: float) -> None:
+        self._rank = coordinator.rank
+        self._barriers = Barriers(coordinator, _KEPT, timeout_s=timeout_s, monotonic=time.monotonic)
+
+    def __call__(
+        self, answer: Callable[[], tuple[str, bool, bool] | None]
+    ) -> tuple[str, bool, bool] | None:
+        """Return what `answer` returns on rank 0, where alone it is called.
+
+        Raises:
+            RanksMissing: Some ranks did not come in time.
+            RankFailed: Rank 0 could not answer.
+            RanksOutOfStep: Another rank has another version.
+        """
+        rounds = self._barriers.begin("kept", what="not decided whether to save")
+
+        def own() -> Json:
+            found = None if self._rank else answer()
+            return None if found is None else list(found)
+
+        match rounds.together("answer", own, stop=self._barriers.stop())[0]:
+            case None:
+                return None
+            case [str(reason), bool(lacks_metric), bool(is_doubtful)]:
+                return reason, lacks_metric, is_doubtful
+        raise _other_version()
 
 
 class RankZeroPolicy:
@@ -206,7 +237,11 @@ class _Answer:
                 "next_step": int(next_step),
             }:
                 return cls(step=step, is_due=is_due, reason=reason, next_step=next_step)
-        raise RanksOutOfStep(
-            "another rank says something else than when to save",
-            hint="all ranks need the same configuration and the same version of ckptmgr",
-        )
+        raise _other_version()
+
+
+def _other_version() -> RanksOutOfStep:
+    return RanksOutOfStep(
+        "another rank says something else than when to save",
+        hint="all ranks need the same configuration and the same version of ckptmgr",
+    )

@@ -26,8 +26,8 @@ from ckptmgr.files.save.job import SaveFacts, SaveJob
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
-from ckptmgr.parallel.team import policy_of_all, team_for
-from ckptmgr.policy.save import LastSave, decide_at_end
+from ckptmgr.parallel.team import team_for
+from ckptmgr.policy.save import LastSave
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.breakpoints import save_breakpoint
@@ -40,6 +40,7 @@ from ckptmgr.training.callback_values import (
     items_of,
     network_metadata,
 )
+from ckptmgr.training.due import DueSaves
 from ckptmgr.training.forecast import Forecaster, size_of
 from ckptmgr.training.history import Progress
 from ckptmgr.training.network_graph import NetworkGraph
@@ -127,9 +128,10 @@ class ModelCheckpoint(TrainingHooks):
             balance=balance,
             context=context,
         )
-        check_for_callback(self._config, has_layout=self._team.has_layout)
-        self._policy = policy_of_all(
-            self._config.save_policy(), coordinator, timeout_s=rank_timeout_s
+        check_for_callback(
+            self._config,
+            has_layout=self._team.has_layout,
+            is_numbered=given.prefix_of is None,
         )
         if self._team.is_many:
             from ckptmgr.parallel.slicer import tensor_specs
@@ -147,7 +149,16 @@ class ModelCheckpoint(TrainingHooks):
         self._engine = self._parts.engine(has_before_update=False)
         given = given.placed(self._team.own_directory)
         self._series = CallbackSeries(given, self._parts)
-        self._progress = Progress(LastSave(step=0, at=clock()))
+        self._progress = progress = Progress(LastSave(step=0, at=clock()))
+        self._due = DueSaves(
+            self._config.save_policy(),
+            only_kept=self._config.only_kept,
+            progress=lambda: progress,
+            clock=clock,
+            observers=self._observers,
+            coordinator=coordinator,
+            timeout_s=rank_timeout_s,
+        )
         self._forecaster = Forecaster(self._config, self._observers)
         self._metrics = MetricsSource(metrics)
         self._last_save: tuple[int, SeriesWriter, SaveHandle] | None = None
@@ -168,7 +179,7 @@ class ModelCheckpoint(TrainingHooks):
         """
         self._params = run_context.original_args()
         self._series.settle()
-        if self._series.given.is_fixed and self._policy.is_active:
+        if self._series.given.is_fixed and self._due.is_active:
             self._forecaster.before_run(
                 self._series.writer,
                 lambda: size_of(items_of(self._params, self._config, step=0, epoch=0)),
@@ -197,13 +208,16 @@ class ModelCheckpoint(TrainingHooks):
     def epoch_end(self, run_context: RunContext) -> None:
         """Store the run context, and note the metrics of an evaluation of the last step.
 
-        If there are any, wait until the checkpoint of that step is durable.
+        If there are any, wait until the checkpoint of that step is durable. With `save_only_kept` a
+        step that waited for such a metric is saved now, if it is kept.
         """
         self._params = run_context.original_args()
-        metrics = self._metrics.evaluated(self._params)
-        if metrics and self._last_save is not None:
+        metrics, now_step = self._metrics.evaluated(self._params), int(self._params.cur_step_num)
+        if metrics and self._due.lacks_metric_at == now_step:
+            self._save_if_due(run_context, is_end=False)
+        elif metrics and self._last_save is not None:
             step, writer, handle = self._last_save
-            if step == int(self._params.cur_step_num):
+            if step == now_step:
                 self._engine.wait_until_idle()
                 self._note_metrics(writer, handle, metrics)
 
@@ -324,12 +338,18 @@ class ModelCheckpoint(TrainingHooks):
         target = self._series.at(params)
         if not is_end:
             self._graph.write_once(target, params)
-        decision = (
-            decide_at_end(self._policy, step, last=self._progress.last)
+        is_due = (
+            self._due.at_end(step)
             if is_end
-            else self._policy.decide(step, now, self._progress.last)
+            else self._due.at_step(
+                step,
+                target.writer,
+                epoch=int(params.cur_epoch_num),
+                metrics=lambda: self._metrics.at(run_context),
+                at=now,
+            )
         )
-        if not decision.is_due:
+        if not is_due:
             return
         if self._config.remove_redundancy and not self._team.is_many:
             # MindSpore raises this only after it has deleted an older checkpoint.
@@ -344,15 +364,15 @@ class ModelCheckpoint(TrainingHooks):
             why="end" if is_end else "policy",
         )
         with self._observers.watch(series=target.prefix, step=step, why=facts.why) as watch:
-            handle = self._save(target, run_context, facts, watch)
+            handle, facts = self._save(target, run_context, facts, watch)
         if handle is not None:
             self._last_save = (step, target.writer, handle)
-            self._progress.note(handle, LastSave(step=step, at=now))
+            self._progress.note(handle, facts, at=now)
             self._forecaster.after_save(handle, now)
 
     def _save(
         self, target: Target, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
-    ) -> SaveHandle | None:
+    ) -> tuple[SaveHandle | None, SaveFacts]:
         params = run_context.original_args()
         job = SaveJob(
             naming=target.naming(params),
@@ -374,4 +394,4 @@ class ModelCheckpoint(TrainingHooks):
             if not self._team.is_many:
                 raise
             job = replace(job, error=error)
-        return self._engine.run(job, target.writer, watch=watch)
+        return self._engine.run(job, target.writer, watch=watch), facts

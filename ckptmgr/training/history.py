@@ -18,6 +18,7 @@ from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.recent_states import RecentStates
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.policy.save import LastSave
 from ckptmgr.training.restore_costs import RestoreCosts
 
@@ -27,15 +28,15 @@ class Progress:
 
     def __init__(self, start: LastSave) -> None:
         self._durable = start
-        self._in_flight: list[tuple[SaveHandle, LastSave]] = []
+        self._in_flight: list[tuple[SaveHandle, LastSave, SaveFacts]] = []
         self._path = ""
         self._lock = threading.Lock()
 
-    def note(self, handle: SaveHandle, save: LastSave) -> None:
-        """Record a save in flight."""
+    def note(self, handle: SaveHandle, facts: SaveFacts, *, at: float) -> None:
+        """Record a save in flight, which was due at the time `at`."""
         with self._lock:
             self._settle()
-            self._in_flight.append((handle, save))
+            self._in_flight.append((handle, LastSave(step=facts.step, at=at), facts))
 
     def go_back(self, step: int, at: float) -> None:
         """Record a rollback to `step`; no save may be in flight.
@@ -60,7 +61,7 @@ class Progress:
             self._settle()
             if not self._in_flight:
                 return self._durable
-            handle, save = self._in_flight[-1]
+            handle, save, _ = self._in_flight[-1]
             return _with_cost(save, handle)
 
     @property
@@ -71,6 +72,13 @@ class Progress:
             return self._durable
 
     @property
+    def unfinished(self) -> list[SaveFacts]:
+        """The saves in flight, the oldest first."""
+        with self._lock:
+            self._settle()
+            return [facts for _, _, facts in self._in_flight]
+
+    @property
     def latest_path(self) -> str:
         """Path of the newest successful save, or an empty string."""
         with self._lock:
@@ -79,9 +87,9 @@ class Progress:
 
     def _settle(self) -> None:
         remaining = []
-        for handle, save in self._in_flight:
+        for handle, save, facts in self._in_flight:
             if not handle.durable.done():
-                remaining.append((handle, save))
+                remaining.append((handle, save, facts))
             elif handle.durable.exception() is None:
                 self._durable = _with_cost(save, handle)
                 self._path = str(handle.durable.result().path)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self, TypeVar
 
@@ -49,13 +48,14 @@ from ckptmgr.files.load.state import as_held_here
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
-from ckptmgr.parallel.team import policy_of_all, team_for
-from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step, is_saved
+from ckptmgr.parallel.team import team_for
+from ckptmgr.policy.save import SavePolicy
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
 from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
 from ckptmgr.training.catalog import Catalog
 from ckptmgr.training.data_state import Batches, DataState
+from ckptmgr.training.due import DueSaves
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
@@ -69,7 +69,7 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.parallel.layout import ParallelLayout
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.policy.forecast import Forecast
-    from ckptmgr.remote.mirror import Mirror, MirrorUploads
+    from ckptmgr.remote.mirror import Mirror
     from ckptmgr.training.resume import Resumption
 
 
@@ -167,7 +167,6 @@ class CheckpointManager:
         place = given if is_remote else check_directory(team.own_directory(given))
         check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
         policy = save_policy if save_policy is not None else checked.save_policy()
-        self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(
             config=checked,
             trust=trust_of(
@@ -186,13 +185,12 @@ class CheckpointManager:
         self._config = checked
         self._is_alone = coordinator is None
         self._team = team
-        self._clock = clock
         self._observers = parts.observers
         self._writer = parts.writer(place, prefix)
         self._reader = parts.reader(self._writer)
         self._engine = parts.engine(has_before_update=True)
         self._forecaster = Forecaster(checked, parts.observers)
-        self._past = RunPast(
+        self._past = past = RunPast(
             clock,
             memory=self._engine.memory,
             ledger=self._engine.ledger,
@@ -200,6 +198,15 @@ class CheckpointManager:
             is_there=self._reader.is_there,
         )
         self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
+        self._due = DueSaves(
+            policy,
+            only_kept=checked.only_kept,
+            progress=lambda: past.progress,
+            clock=clock,
+            observers=parts.observers,
+            coordinator=coordinator,
+            timeout_s=rank_timeout_s,
+        )
         self._data = DataState()
         self._preemption = Preemption(
             grace_s=grace, coordinator=coordinator, timeout_s=rank_timeout_s
@@ -216,7 +223,7 @@ class CheckpointManager:
         self._catalog = Catalog(
             self._reader, writer=self._writer, engine=self._engine, observers=parts.observers
         )
-        self._mirror = None if mirror is None else self._uploads_to(mirror, below=given)
+        self._mirror = parts.uploads(mirror, self._writer, below=given, is_alone=self._is_alone)
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
         )
@@ -374,7 +381,8 @@ class CheckpointManager:
             metrics: Name to value, for `best(...)`.
 
         Returns:
-            The handle of the save, or None when none was due.
+            The handle of the save, or None when none was due, or when `skipped` says why a due one
+            was not made.
 
         Raises:
             TypeError, ValueError: The step, the epoch or a metric is unusable, also when no save is
@@ -390,9 +398,8 @@ class CheckpointManager:
         self._data.note(step)
         self._preemption.step_ended(step)
         self._engine.check()
-        progress = self._past.progress
-        is_due = decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due
-        if self._policy.is_active and not is_function(state):
+        is_due = self._due.at_step(step, self._writer, epoch=epoch, metrics=lambda: metrics)
+        if self._due.is_active and not is_function(state):
             self._forecaster.before_run(
                 self._writer,
                 lambda: tree.flatten(state, self._team.slicer).size_bytes,
@@ -403,8 +410,13 @@ class CheckpointManager:
         if not is_due:
             return None
         if step == 0:
-            progress.demand()
+            self._past.progress.demand()
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+
+    @property
+    def skipped(self) -> str | None:
+        """Why the last due step was not saved: `save_only_kept`, or `back_pressure="skip"`."""
+        return self._due.skipped
 
     def save(
         self,
@@ -432,6 +444,7 @@ class CheckpointManager:
         with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
             handle = self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
         self._preemption.saved(handle)
+        self._due.skipped = f"step {step}: an earlier save still runs" if handle is None else None
         return handle if handle is None or self._mirror is None else self._mirror.follow(handle)
 
     def before_update(self) -> None:
@@ -664,30 +677,13 @@ class CheckpointManager:
         except Exception as failure:
             add_note(error, f"ckptmgr: a save in the background failed: {failure}")
 
-    def _uploads_to(self, mirror: Mirror | str, *, below: Path) -> MirrorUploads:
-        from ckptmgr.remote.mirror import MirrorUploads, mirror_of
-
-        if not self._is_alone:
-            raise ValueError(
-                "mirror has no effect with a coordinator: many ranks write one checkpoint; upload it beside the run with "
-                "ckptmgr copy SEL URL"
-            )
-        return MirrorUploads(
-            mirror_of(mirror, self.directory.relative_to(below)),
-            self._writer,
-            observers=self._observers,
-            clock=self._clock,
-        )
-
     def _save_last_step(self) -> None:
         past = self._past
         unsaved, past.unsaved = past.unsaved, None
-        last = past.progress.last
         if unsaved is None:
             return
-        is_due = decide_at_end(self._policy, past.seen_step, last=last).is_due
         is_preempted = self._preemption.is_decided
-        if is_due or (is_preempted and not is_saved(past.seen_step, last)):
+        if self._due.at_end(past.seen_step, is_preempted=is_preempted):
             step, state, epoch, metrics = unsaved
             why = "preempted" if is_preempted else "end"
             self.save(step, state, epoch=epoch, metrics=metrics, why=why)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.trust import Trust
@@ -22,6 +23,9 @@ from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.name_limits import check_name_lengths
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # a run without a mirror needs none of it
+    from ckptmgr.remote.mirror import Mirror, MirrorUploads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,4 +130,28 @@ class RunParts:
         """Return the save engine; raises as `engine_for`."""
         return engine_for(
             self.config, has_before_update=has_before_update, has_peers=self.team.is_many
+        )
+
+    def uploads(
+        self, mirror: Mirror | str | None, writer: SeriesWriter, *, below: Path, is_alone: bool
+    ) -> MirrorUploads | None:
+        """Return the uploads of a mirror of the directory, which is `below` or in it; None without one.
+
+        Raises:
+            ValueError: There is a coordinator.
+        """
+        if mirror is None:
+            return None
+        from ckptmgr.remote.mirror import MirrorUploads, mirror_of
+
+        if not is_alone:
+            raise ValueError(
+                "mirror has no effect with a coordinator: many ranks write one checkpoint; upload it beside the run with "
+                "ckptmgr copy SEL URL"
+            )
+        return MirrorUploads(
+            mirror_of(mirror, writer.store.directory.relative_to(below)),
+            writer,
+            observers=self.observers,
+            clock=self.clock,
         )

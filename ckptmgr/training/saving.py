@@ -19,7 +19,6 @@ from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import SaveWatch
 from ckptmgr.parallel.team import Team
-from ckptmgr.policy.save import LastSave
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.state.arrays import named_tensors
@@ -89,7 +88,7 @@ class StateSaver:
             job = self._filled(job, flat)
         handle = self._engine.run(job, self._writer, watch=watch, state=given)
         if handle is not None:
-            self._past.progress.note(handle, LastSave(step=step, at=now))
+            self._past.progress.note(handle, facts, at=now)
             self._past.costs.saved(step, handle)
             self._forecaster.after_save(handle, now)
         return handle

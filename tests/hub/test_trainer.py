@@ -153,6 +153,28 @@ def test_checkpoint_of_an_evaluated_step_has_its_metrics_and_the_best_is_kept(
     assert found.metrics["eval_loss"] == losses[found.step]
 
 
+def test_only_the_best_evaluated_steps_are_written(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep="best(1, eval_loss, min)", save_only_kept=True)
+    rising = {"learning_rate": 0.5, "lr_scheduler_type": "constant"}
+    trainer = train(tmp_path, config, eval_strategy="steps", eval_steps=2, **rising)
+    losses = {
+        one["step"]: one["eval_loss"] for one in trainer.state.log_history if "eval_loss" in one
+    }
+    best = min(losses, key=lambda step: losses[step])
+    found = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert {one.step for one in found} == {best, 6}
+    assert all("eval_loss" in one.metrics for one in found)
+
+
+def test_interval_of_an_epoch_saves_its_last_step_with_its_evaluation(tmp_path: Path) -> None:
+    steps = 4  # 32 rows, 8 in a batch
+    config = CheckpointConfig(save_checkpoint_steps=steps, keep="all")
+    train(tmp_path, config, eval_strategy="epoch", num_train_epochs=3, max_steps=-1)
+    found = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert [one.step for one in found] == [4, 8, 12]
+    assert all("eval_loss" in one.metrics for one in found)
+
+
 def test_evaluation_of_a_part_of_an_epoch_is_not_in_the_last_checkpoint(tmp_path: Path) -> None:
     stop = At(6, lambda control: setattr(control, "should_training_stop", True))
     train(

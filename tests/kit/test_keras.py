@@ -234,6 +234,26 @@ def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path
     assert model.evaluate(X, Y, verbose=0) == pytest.approx(best.metrics["val_loss"])
 
 
+def test_only_the_best_epochs_are_written(tmp_path: Path) -> None:
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 10.0)
+    config = CheckpointConfig(keep="best(1, val_loss, min)", save_only_kept=True)
+    for epochs in (2, 4):
+        with CheckpointCallback(tmp_path, config) as checkpoints:
+            places = {"initial_epoch": checkpoints.initial_epoch, "epochs": epochs}
+            options = {"batch_size": 8, "validation_data": (X, Y), "verbose": 0, **places}
+            model_of().fit(X, Y, callbacks=[rates, checkpoints], **options)
+    # Step 12 was worse and is not written; step 16 is the end of the training.
+    found = {one.step: one.why for one in CheckpointManager(tmp_path).checkpoints()}
+    assert found == {8: "policy", 16: "end"}
+
+
+def test_interval_of_two_epochs_saves_their_last_steps(tmp_path: Path) -> None:
+    batches = 4
+    config = CheckpointConfig(save_checkpoint_steps=2 * batches, keep="all")
+    fit(tmp_path, 5, config=config)
+    assert steps_in(tmp_path) == [8, 16, 20]
+
+
 def test_encrypted_checkpoints_resume_with_their_key(tmp_path: Path) -> None:
     secret = CheckpointConfig(
         enc_key=bytes(range(32)), format="safetensors", async_save="thread", keep="last(1)"

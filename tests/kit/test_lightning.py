@@ -133,6 +133,48 @@ def test_best_checkpoint_is_loaded_by_test(tmp_path: Path) -> None:
     assert callback.best("other") is None
 
 
+class Validated(BoringModel):  # type: ignore[misc]
+    """Four batches an epoch; its validation after epoch n has the loss of the list."""
+
+    LOSSES = (3.0, 1.0, 2.0, 5.0)
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.randn(4, 32))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("val_loss", self.LOSSES[self.current_epoch])
+        return super().validation_step(batch, batch_idx)
+
+
+def validated(directory: Path, epochs: int, **options: Any) -> list[int]:
+    """Train some epochs of four steps that are validated; return the steps that are there."""
+    config = CheckpointConfig(**options)
+    checkpoints = ManagerCheckpoint(directory, config)
+    trainer = lightning.Trainer(
+        max_epochs=epochs,
+        callbacks=[checkpoints],
+        limit_val_batches=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Validated())
+    return steps_in(directory)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_only_the_best_epochs_are_written(tmp_path: Path) -> None:
+    best = {"keep": "best(1, val_loss, min)", "save_only_kept": True}
+    # Step 12 was worse and is not written; step 16 is the end of the training.
+    assert validated(tmp_path, 4, save_checkpoint_steps=4, **best) == [8, 16]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_interval_of_two_epochs_saves_their_last_steps(tmp_path: Path) -> None:
+    assert validated(tmp_path, 4, save_checkpoint_steps=2 * 4, keep="all") == [8, 16]
+
+
 @pytest.mark.usefixtures("quiet")
 def test_encrypted_checkpoints_resume_with_their_key(tmp_path: Path) -> None:
     secret = {"enc_key": bytes(range(32)), "format": "safetensors", "async_save": "thread"}

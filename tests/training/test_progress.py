@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.policy.save import EverySteps, LastSave, Never, decide_at_end, decide_at_step
 from ckptmgr.training.history import Progress
 from tests.engine.test_background import checkpoint
@@ -14,7 +15,7 @@ START = LastSave(step=0, at=0.0)
 
 def noted(progress: Progress, step: int) -> SaveHandle:
     handle = SaveHandle()
-    progress.note(handle, LastSave(step=step, at=float(step)))
+    progress.note(handle, SaveFacts(step=step), at=float(step))
     return handle
 
 
