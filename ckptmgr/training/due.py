@@ -83,7 +83,7 @@ class DueSaves:
     ) -> bool:
         """Return whether a step that ended at a time, by default now, is to be saved.
 
-        `metrics` is called only if it is due.
+        `metrics` is called only if it is due, and of many ranks on rank 0.
         """
         now, last = self._clock() if at is None else at, self._progress().last
         place = (last.step, last.at)
@@ -95,9 +95,8 @@ class DueSaves:
             return False
         found = None
         if self._only_kept is not None and not last.is_given_up:
-            given = checked_metrics(metrics())
-            facts = SaveFacts(step=step, at=now, epoch=epoch, metrics=given)
-            found = self._passed_over(self._only_kept, facts, writer, now)
+            facts = SaveFacts(step=step, at=now, epoch=epoch)
+            found = self._passed_over(self._only_kept, facts, metrics, writer)
         if found is None:
             self.skipped = None
             return True
@@ -127,12 +126,16 @@ class DueSaves:
         return is_due or (is_preempted and not is_saved(step, last))
 
     def _passed_over(
-        self, policy: RetentionPolicy, facts: SaveFacts, writer: SeriesWriter, now: float
+        self,
+        policy: RetentionPolicy,
+        facts: SaveFacts,
+        metrics: Callable[[], Mapping[str, float] | None],
+        writer: SeriesWriter,
     ) -> PassedOver | None:
         def judged() -> PassedOver | None:
-            new = _checkpoint(facts, writer)
+            new = _checkpoint(replace(facts, metrics=checked_metrics(metrics())), writer)
             history = self._history(writer) if needs_history(policy, new) else []
-            return passed_over(policy, history, new, datetime.fromtimestamp(now, UTC))
+            return passed_over(policy, history, new, new.saved_at)
 
         if self._ask is None:
             return judged()

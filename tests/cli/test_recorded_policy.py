@@ -212,6 +212,7 @@ def test_config_shows_the_recorded_policies_and_the_manifests_that_say_them(tmp_
     train(tmp_path, [1, 2], "last(9)", prefix="a")
     train(tmp_path, [3], "last(9)", prefix="b")
     train(tmp_path, [4], "all", prefix="c")
+    save_run(tmp_path, [10], series="d")  # which says nothing
     items = run_with_schema("config", "show", tmp_path)["items"]
     assert [(one["value"], one["origin"]) for one in items if one["name"] == "keep"] == [
         ("last(9)", f"{tmp_path}/a-2.safetensors.manifest.json"),

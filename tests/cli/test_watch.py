@@ -458,6 +458,21 @@ def test_watch_without_prune_changes_nothing(tmp_path: Path) -> None:
     assert tree_of(tmp_path) == before
 
 
+def test_policy_that_vanishes_is_an_alarm_and_not_the_end(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    policy = tmp_path / "ckptmgr.toml"
+    policy.write_text('keep = "last(5)"\n')
+    policy.chmod(0o600)
+    with watching(tmp_path, "--prune", "--poll", "1s") as watch:
+        policy.unlink()
+        alarm = watch.until("alarm", alarm="retention")
+        assert "no retention policy" in alarm["message"]
+        (tmp_path / "new.toml").write_text('keep = "last(5)"\n')
+        (tmp_path / "new.toml").rename(policy)
+        watch.until("cleared", alarm="retention")
+        assert watch.stop() == 0
+
+
 def test_policy_that_becomes_invalid_is_an_alarm(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     policy = tmp_path / "ckptmgr.toml"

@@ -16,6 +16,10 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.events import Event
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
+from ckptmgr.parallel.errors import RankFailed
+from ckptmgr.parallel.rank_policy import RankZeroAnswer
 from ckptmgr.policy.rules import Finding, Rule
 from ckptmgr.store.store import Store
 from tests.parallel.ranks import Clock, Meeting, Seat, run_ranks
@@ -301,11 +305,26 @@ def test_ranks_decide_by_the_metric_of_rank_0(tmp_path: Path) -> None:
     assert [one.step for one in Store(tmp_path).scan()] == [3]
 
 
-def test_rank_of_another_version_is_refused() -> None:
-    from ckptmgr.formats.strict_json import Json
-    from ckptmgr.parallel.coordinator import RanksOutOfStep
-    from ckptmgr.parallel.rank_policy import RankZeroAnswer
+def test_metrics_that_fail_on_rank_0_fail_all_ranks_at_once(tmp_path: Path) -> None:
+    meeting = Meeting(2)
+    config = CheckpointConfig(keep="best(1, loss, min)", save_only_kept=True)
 
+    def run(rank: int) -> None:
+        def metrics(_: object) -> dict[str, float]:
+            if rank == 0:
+                raise ArithmeticError("no such loss")
+            return {}
+
+        seat = Seat(meeting, rank)
+        callback = ModelCheckpoint("net", str(tmp_path), config, metrics=metrics, coordinator=seat)
+        Loop((callback,)).run_step()
+
+    for one in run_ranks(meeting, run):
+        assert isinstance(one.raised, RankFailed)
+        assert "no such loss" in str(one.raised)
+
+
+def test_rank_of_another_version_is_refused() -> None:
     class Other(Seat):
         def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
             return [{"ok": "yes"}]

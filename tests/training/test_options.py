@@ -107,6 +107,7 @@ def test_append_info_with_the_epoch_refuses_a_step_without_one(tmp_path: Path) -
     ("option", "value"),
     [
         ("exception_save", True),
+        ("save_only_kept", True),
         ("append_info", ["step_num"]),
         ("saved_network", {"w": np.zeros(2)}),
         ("memory", "default"),
@@ -125,7 +126,7 @@ def test_dcp_storage_refuses_an_option_without_effect_by_name(
     from ckptmgr.integrations.dcp import StorageReader, StorageWriter
 
     given: dict[str, Any] = {option: memory_config.MemoryConfig() if option == "memory" else value}
-    config = CheckpointConfig(**given)
+    config = CheckpointConfig(keep="every(9)", **given)
     for storage in (StorageWriter, StorageReader):
         with pytest.raises(ValueError, match=f"^{option} has no effect in the storage of DCP"):
             storage(tmp_path, config)
