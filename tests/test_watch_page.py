@@ -33,7 +33,7 @@ def test_every_option_on_the_page_exists_and_every_own_option_is_on_it() -> None
     text = PAGE.read_text()
     named = set(re.findall(r"`(--?[a-z][a-z-]*)", text))
     assert named - options_of(watch_command) - {"--undo", "--yes"} == set()
-    shared = {"--color", "--no-color", "--null", "--quiet", "-h", "--help", "-0"}
+    shared = {"--color", "--no-color", "--null", "--quiet", "--verbose", "-h", "--help", "-0"}
     shared |= {"--allow-unsealed", "--allow-unencrypted"}
     assert options_of(watch_command) - shared - named == {"directories"}
 

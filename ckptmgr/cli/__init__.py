@@ -32,7 +32,13 @@ from ckptmgr.cli.exits import (
     without_keys,
 )
 from ckptmgr.cli.layout import columns_of, wrapped_help
-from ckptmgr.cli.options import COMPLETION_VARIABLE, CONTEXT, Session, WrappedCommand
+from ckptmgr.cli.options import (
+    COMPLETION_VARIABLE,
+    CONTEXT,
+    Session,
+    WrappedCommand,
+    no_output_options,
+)
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.crypto.keys.source_names import looks_like_key
 
@@ -243,6 +249,7 @@ def cli(ctx: click.Context, debug: bool, color: str | None, no_color: bool) -> N
 
 @cli.command("help", context_settings=CONTEXT, epilog=EPILOG)
 @click.argument("topic", required=False)
+@no_output_options("help is printed as it is")
 @click.pass_context
 def help_command(ctx: click.Context, topic: str | None) -> int:
     """Explain a command, or a topic: exit-codes."""

@@ -174,21 +174,21 @@ def undo_foreign(store: Store, output: render.Output, *, is_dry: bool) -> int:
     for name in taken:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
     paths = [_outside(store, one.checkpoint.path) for one in restored]
-    if output.is_json:
+    if output.is_quiet:
+        output.paths(paths)
+    elif output.is_text:
+        for one in restored:
+            output.line(f"{one.checkpoint.name}  {render.size(one.checkpoint.size_bytes)}")
+        total = render.size(sum(one.checkpoint.size_bytes for one in restored))
+        verb = "would be restored" if is_dry else "restored"
+        output.line(f"{render.counted(len(restored), 'checkpoint')} {verb}, {total}")
+    if output.has_fields:
         summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(taken)}
         items = [
             {**foreign_json(one), "path": str(path)}
             for one, path in zip(restored, paths, strict=True)
         ]
         replace(output, command="prune.undo").result(items, summary)
-    elif output.is_quiet:
-        output.paths(paths)
-    else:
-        for one in restored:
-            output.line(f"{one.checkpoint.name}  {render.size(one.checkpoint.size_bytes)}")
-        total = render.size(sum(one.checkpoint.size_bytes for one in restored))
-        verb = "would be restored" if is_dry else "restored"
-        output.line(f"{render.counted(len(restored), 'checkpoint')} {verb}, {total}")
     return Exit.PARTLY if taken else Exit.DONE
 
 

@@ -158,12 +158,19 @@ def _output_option(*names: str, note: Mapping[str, object] | None = None, **attr
         if value:
             noted = {param.name: value} if note is None else note
             ctx.meta.update({f"ckptmgr.{name}": one for name, one in noted.items()})
+            _check_verbose(ctx)
 
     return click.option(*names, expose_value=False, callback=keep, **attributes)
 
 
+def _check_verbose(ctx: click.Context) -> None:
+    """Raise UsageProblem for `-v` with `-q`, before the command has begun; JSON has every field."""
+    if "ckptmgr.verbose" in ctx.meta and "ckptmgr.quiet" in ctx.meta:
+        raise UsageProblem("-v adds detail, and -q leaves it out", hint="drop one of them")
+
+
 def output_options(function: Command) -> Command:
-    """Add `--json`, `-q`, `-0`, `--color` and `--no-color`."""
+    """Add `--json`, `-q`, `-0`, `-v`, `--color` and `--no-color`."""
     for option in (
         _output_option(
             "--no-color",
@@ -183,6 +190,7 @@ def output_options(function: Command) -> Command:
             note={"quiet": True, "null": True},
             help="Like -q, each path ended by a NUL byte.",
         ),
+        _output_option("-v", "--verbose", is_flag=True, help="Add detail."),
         _output_option(
             "-q", "--quiet", is_flag=True, help="Print paths only; quoted on a terminal."
         ),
@@ -190,6 +198,23 @@ def output_options(function: Command) -> Command:
     ):
         function = option(function)
     return function
+
+
+def no_output_options(reason: str) -> Callable[[Command], Command]:
+    """Return a decorator that refuses `-q` and `-v` by name, for a command that has one output."""
+
+    def refuse(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        if value:
+            raise UsageProblem(f"{param.opts[0]} has no effect here: {reason}", hint="leave it out")
+
+    def decorate(function: Command) -> Command:
+        for names in (("-q", "--quiet"), ("-v", "--verbose")):
+            function = click.option(
+                *names, is_flag=True, expose_value=False, hidden=True, callback=refuse
+            )(function)
+        return function
+
+    return decorate
 
 
 def key_option(function: Command) -> Command:

@@ -28,7 +28,6 @@ def prune_remote(
     only_shows: bool,
     check: bool,
     yes: bool,
-    verbose: bool,
 ) -> int:
     """Remove the checkpoints below an address that a policy does not keep; see `prune`."""
     _check_options(ctx, only_shows=only_shows)
@@ -38,7 +37,9 @@ def prune_remote(
         )
     session = ctx.ensure_object(Session)
     output = render.make_output(ctx, store.directory)
-    view = PlanView(output=output, directory=store.directory, series=series, verbose=verbose)
+    view = PlanView(
+        output=output, directory=store.directory, series=series, verbose=output.is_verbose
+    )
     with output.progress("the newest", 0):
         proposal = propose(
             store, parse_policy(keep), now=session.now(), series=series, by_series=by_series

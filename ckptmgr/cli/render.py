@@ -13,7 +13,7 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -74,6 +74,7 @@ class Output:
         root: The directory or file it is about.
         is_json: One JSON object instead of text.
         is_quiet: Paths only.
+        is_verbose: Every field, below the text.
         has_unicode: Whether glyphs outside ASCII may be used.
         is_terminal: Whether stdout is a terminal.
         has_nul: Whether a NUL, not a line feed, ends each bare path.
@@ -84,6 +85,7 @@ class Output:
     root: Path
     is_json: bool = False
     is_quiet: bool = False
+    is_verbose: bool = False
     has_color: bool = False
     has_unicode: bool = True
     is_terminal: bool = False
@@ -94,6 +96,11 @@ class Output:
     def is_text(self) -> bool:
         """Whether text is wanted."""
         return not (self.is_json or self.is_quiet)
+
+    @property
+    def has_fields(self) -> bool:
+        """Whether `result` prints something: the JSON object, or every field below the text."""
+        return self.is_json or self.is_verbose
 
     def progress(self, label: str, size_bytes: int) -> AbstractContextManager[object]:
         """Return a context that shows progress on a terminal while a file is read."""
@@ -166,7 +173,12 @@ class Output:
             note("a name contains a line feed, so it looks like two; -0 separates names by NUL")
 
     def result(self, items: Sequence[Mapping[str, Json]], summary: Mapping[str, Json]) -> None:
-        """Print the JSON object of the command."""
+        """Print the JSON object of the command, or with `-v` the same fields one a line."""
+        if not self.is_json:
+            for item in (*items, summary):
+                self.line()
+                self.fields(item)
+            return
         document: dict[str, Json] = {
             "schema": f"ckptmgr.{self.command}/1",
             "root": str(self.root),
@@ -174,6 +186,13 @@ class Output:
             "summary": summary,
         }
         click.echo(json.dumps(finite(document), allow_nan=False))
+
+    def fields(self, item: Mapping[str, Json]) -> None:
+        """Print the fields of an item that have a value, one a line."""
+        shown = list(_shown_fields(item))
+        width = max((len(name) for name, _ in shown), default=0)
+        for name, text in shown:
+            self.line(f"{layout.HANGING}{name.ljust(width)}  {text}")
 
     def json_line(self, fields: Mapping[str, Json]) -> None:
         """Print one object of a stream."""
@@ -191,6 +210,7 @@ def make_output(ctx: click.Context, root: Path) -> Output:
         root=root,
         is_json="ckptmgr.json" in ctx.meta,
         is_quiet="ckptmgr.quiet" in ctx.meta,
+        is_verbose="ckptmgr.verbose" in ctx.meta,
         has_color=wants_color(str(color), os.environ, is_terminal=stream.isatty()),
         has_unicode=_is_utf8(stream),
         is_terminal=stream.isatty(),
@@ -267,6 +287,25 @@ def _print_styled(cells: Sequence[Cell], stream: TextIO, columns: int | None) ->
         part = text[span]
         part.rstrip()
         console.print(Text.assemble(layout.HANGING * (number > 0), part), soft_wrap=True)
+
+
+def _shown_fields(item: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of the fields that say something; of objects the inner ones."""
+    for name, value in item.items():
+        if isinstance(value, Mapping):
+            yield from _shown_fields(value, f"{prefix}{name}.")
+        elif value is not None and value != "" and value != []:
+            yield f"{prefix}{name}", _field_text(value)
+
+
+def _field_text(value: Json) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={text}" for name, text in _shown_fields(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_field_text, value))
+    return str(value)
 
 
 def size(size_bytes: int) -> str:

@@ -68,7 +68,7 @@ def view_for(
         return JsonView()
     if output.is_quiet:
         return PathView(output)
-    if is_plain:
+    if is_plain or output.is_verbose:
         return LineView(output, has_several=has_several)
     return TableView(output, rows, now, has_several=has_several)
 
@@ -115,6 +115,8 @@ class LineView:
     def show(self, report: Report) -> None:
         """Print the report."""
         self._output.line(*cells_of(report, has_several=self._has_several))
+        if self._output.is_verbose:
+            self._output.fields(report_json(report))
         sys.stdout.flush()
 
     def refresh(self) -> None:

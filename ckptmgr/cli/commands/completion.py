@@ -20,6 +20,7 @@ _NAME = "ckptmgr"
         "completion fish > ~/.config/fish/completions/ckptmgr.fish",
     ),
 )
+@options.no_output_options("it prints a script and nothing else")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion_command(ctx: click.Context, shell: str) -> int:

@@ -47,11 +47,9 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
     check_directory(directory)
     output = render.make_output(ctx, options.absolute(directory))
     found = list(_settings(directory, os.environ))
-    if output.is_json:
-        output.result([asdict(one) for one in found], {"count": len(found)})
-    elif output.is_quiet:
+    if output.is_quiet:
         output.names([one.name.encode() for one in found if one.value is not None])
-    else:
+    elif output.is_text:
         header = ("SETTING", "VALUE", *(["ORIGIN"] * has_origin))
         rows = [
             [
@@ -62,6 +60,8 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
             for one in found
         ]
         output.table(header, rows, right="")
+    if output.has_fields:
+        output.result([asdict(one) for one in found], {"count": len(found)})
     return Exit.DONE
 
 

@@ -125,7 +125,12 @@ def _show(output: Output, done: Sequence[RecompressResult], *, failed: int) -> N
     by_dtype = _together(done)
     if output.is_quiet:
         output.paths([one.target.path for one in done])
-    elif output.is_json:
+    elif output.is_text and by_dtype:
+        output.line()
+        header = ("DTYPE", "RAW", "STORED", "RATIO", "GB/S")
+        rows = [_row(name, figures) for name, figures in by_dtype.items()]
+        output.table(header, rows, right="RAW STORED RATIO GB/S")
+    if output.has_fields:
         summary: dict[str, Json] = {
             "source_bytes": sum(one.source.size_bytes for one in done),
             "target_bytes": sum(one.target.size_bytes for one in done),
@@ -133,11 +138,6 @@ def _show(output: Output, done: Sequence[RecompressResult], *, failed: int) -> N
             "by_dtype": {name: _figures_json(one) for name, one in by_dtype.items()},
         }
         output.result([_item(one) for one in done], summary)
-    elif by_dtype:
-        output.line()
-        header = ("DTYPE", "RAW", "STORED", "RATIO", "GB/S")
-        rows = [_row(name, figures) for name, figures in by_dtype.items()]
-        output.table(header, rows, right="RAW STORED RATIO GB/S")
 
 
 def _together(done: Sequence[RecompressResult]) -> Mapping[str, FrameFigures]:

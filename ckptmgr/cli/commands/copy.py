@@ -142,7 +142,9 @@ def _download(one: Selected, *, target: Path, trust: Trust) -> _Copied:
 
 
 def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: float) -> None:
-    if output.is_json:
+    if output.is_quiet:
+        output.paths([one.target for one in done])
+    if output.has_fields:
         items: list[dict[str, Json]] = [
             {
                 **render.checkpoint_json(one.selected.checkpoint),
@@ -160,5 +162,3 @@ def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: fl
             "elapsed_s": elapsed_s,
         }
         output.result(items, summary)
-    elif output.is_quiet:
-        output.paths([one.target for one in done])

@@ -81,7 +81,7 @@ def decrypt_command(
     # Without a key the file says whether it needs one.
     reading = ReadOptions(trust=given_trust.load())
     if target == _PIPE:
-        _refuse_terminal()
+        _check_pipe(ctx)
         with open_plaintext(source, reading) as plaintext:
             return _write(plaintext.chunks())
     session = ctx.ensure_object(options.Session)
@@ -138,7 +138,7 @@ def encrypt_command(
     _check_input(source)
     key = _key(key_sources, is_new=True)
     if target == _PIPE:
-        _refuse_terminal()
+        _check_pipe(ctx)
         return _write(convert.encrypted_chunks(source, key=key, mode=mode))
     session = ctx.ensure_object(options.Session)
     return _convert(
@@ -177,7 +177,12 @@ def _target(target: str, *, name: str) -> Path:
     return path / name if path.is_dir() else path
 
 
-def _refuse_terminal() -> None:
+def _check_pipe(ctx: click.Context) -> None:
+    for name, option in (("json", "--json"), ("verbose", "-v")):
+        if f"ckptmgr.{name}" in ctx.meta:
+            raise UsageProblem(
+                f"{option} has no effect with -o -: stdout is the file", hint=f"drop {option}"
+            )
     if sys.stdout.isatty():
         raise UnsafeWrite(
             "stdout is a terminal, which is no place for binary data",
@@ -204,17 +209,17 @@ def _convert(
     with output.progress(source.name, source.stat().st_size if source.is_file() else 0):
         done = convert(target)
     elapsed_s = time.perf_counter() - started
-    if output.is_json:
+    if output.is_quiet:
+        output.paths([done.target.path])
+    elif output.is_text:
+        arrow = "→" if output.has_unicode else "->"
+        sizes = f"{render.size(done.source_bytes)} {arrow} {render.size(done.target.size_bytes)}"
+        output.line(f"{done.source} {arrow} {target}  {sizes}, {elapsed_s:.1f} s")
+    if output.has_fields:
         summary: dict[str, Json] = {
             "source": str(options.absolute(done.source)),
             "source_bytes": done.source_bytes,
             "elapsed_s": elapsed_s,
         }
         output.result([render.checkpoint_json(done.target)], summary)
-    elif output.is_quiet:
-        output.paths([done.target.path])
-    else:
-        arrow = "→" if output.has_unicode else "->"
-        sizes = f"{render.size(done.source_bytes)} {arrow} {render.size(done.target.size_bytes)}"
-        output.line(f"{done.source} {arrow} {target}  {sizes}, {elapsed_s:.1f} s")
     return Exit.DONE

@@ -59,7 +59,6 @@ def _part(_: click.Context, param: click.Parameter, value: str | None) -> str | 
     help="Tolerance relative to the larger of the two values.",
 )
 @click.option("--summary", "is_summary", is_flag=True, help="Totals only.")
-@click.option("-v", "--verbose", is_flag=True, help="Also the tensors that are the same.")
 @click.option(
     "--only",
     "part",
@@ -99,7 +98,6 @@ def diff_command(
     atol: float,
     rtol: float,
     is_summary: bool,
-    verbose: bool,
     part: str | None,
     other_part: str | None,
     directory: Path,
@@ -119,7 +117,7 @@ def diff_command(
     numbers are the same if |b - a| is at most atol + rtol * max(|a|, |b|); NaN is the same as NaN.
     ABS is the largest |b - a|, REL the largest |b - a| / max(|a|, |b|), and NORM the Euclidean norm of
     b - a; they leave out what is NaN or infinite. A damaged checkpoint is trouble, not a difference. -q prints the
-    names of what differs, of directories the paths.
+    names of what differs, of directories the paths; -v adds the tensors that are the same.
     """
     from ckptmgr.cli.diff_table import Pair, Shown, exit_code, show
     from ckptmgr.maintenance.diff import compare
@@ -150,7 +148,7 @@ def diff_command(
     shown = Shown(
         tolerance=tolerance,
         is_summary=is_summary,
-        is_verbose=verbose,
+        is_verbose=output.is_verbose,
         has_many=_is_directory(first) and _is_directory(second),
     )
     try:

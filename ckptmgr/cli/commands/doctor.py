@@ -148,7 +148,12 @@ def _print(output: Output, finding: Finding) -> None:
 
 def _end(output: Output, done: Sequence[Finding]) -> int:
     counts = Counter[str](finding.grade for finding in done)
-    if output.is_json:
+    if output.is_quiet:
+        output.names([one.check.encode() for one in done if one.grade == "fail"])
+    elif output.is_text:
+        words = ", ".join(f"{counts[word]} {word}" for word in _STYLES if counts[word])
+        output.line(f"{render.counted(len(done), 'check')}: {words}")
+    if output.has_fields:
         items: list[dict[str, Json]] = [
             {
                 "check": finding.check,
@@ -160,9 +165,4 @@ def _end(output: Output, done: Sequence[Finding]) -> int:
             for finding in done
         ]
         output.result(items, {"count": len(done), "statuses": dict(sorted(counts.items()))})
-    elif output.is_quiet:
-        output.names([one.check.encode() for one in done if one.grade == "fail"])
-    else:
-        words = ", ".join(f"{counts[word]} {word}" for word in _STYLES if counts[word])
-        output.line(f"{render.counted(len(done), 'check')}: {words}")
     return Exit.NO if counts["fail"] else Exit.DONE

@@ -174,7 +174,17 @@ def _size(text: str) -> int:
 def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_s: float) -> None:
     _note_names(done)
     sizes = [path.stat().st_size for path in done.files]
-    if output.is_json:
+    if output.is_quiet:
+        output.paths(done.files)
+    elif output.is_text:
+        arrow = "→" if output.has_unicode else "->"
+        ties = f" ({len(done.ties)} tied)" if done.ties else ""
+        target = done.files[0] if done.is_one_file else done.directory
+        output.line(
+            f"{selected.checkpoint.path} {arrow} {target}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
+            f"{render.counted(len(done.files), 'file')}, {render.size(sum(sizes))}, {elapsed_s:.1f} s"
+        )
+    if output.has_fields:
         summary: dict[str, Json] = {
             **render.checkpoint_json(selected.checkpoint),
             "directory": str(options.absolute(done.directory)),
@@ -190,16 +200,6 @@ def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_
             for path, size in zip(done.files, sizes, strict=True)
         ]
         output.result(items, summary)
-    elif output.is_quiet:
-        output.paths(done.files)
-    else:
-        arrow = "→" if output.has_unicode else "->"
-        ties = f" ({len(done.ties)} tied)" if done.ties else ""
-        target = done.files[0] if done.is_one_file else done.directory
-        output.line(
-            f"{selected.checkpoint.path} {arrow} {target}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
-            f"{render.counted(len(done.files), 'file')}, {render.size(sum(sizes))}, {elapsed_s:.1f} s"
-        )
 
 
 def _note_names(done: ExportedWeights) -> None:

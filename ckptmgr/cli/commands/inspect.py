@@ -84,17 +84,16 @@ def inspect_command(
 
 def _show(output: Output, contents: FileSummary, *, has_stats: bool) -> None:
     plain = contents.plain
-    if output.is_json:
-        output.result([] if plain is None else _items(plain), _summary(contents))
-        return
     if output.is_quiet:
         tensors = () if plain is None else plain.tensors
         output.names([one.spec.name.encode("utf-8", "surrogatepass") for one in tensors])
-        return
-    for name, value in _facts(contents):
-        output.line(Cell(name.ljust(_FACT_WIDTH), "bold"), f" {value}")
-    if plain is not None and plain.format != OPAQUE:
-        _print_plain(output, plain, has_stats=has_stats)
+    elif output.is_text:
+        for name, value in _facts(contents):
+            output.line(Cell(name.ljust(_FACT_WIDTH), "bold"), f" {value}")
+        if plain is not None and plain.format != OPAQUE:
+            _print_plain(output, plain, has_stats=has_stats)
+    if output.has_fields:
+        output.result([] if plain is None else _items(plain), _summary(contents))
 
 
 def _summary(contents: FileSummary) -> dict[str, Json]:

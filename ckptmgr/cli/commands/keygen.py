@@ -102,6 +102,8 @@ def keygen_command(
     output = render.make_output(ctx, options.absolute(Path(target)).parent)
     if target == _PIPE and output.is_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
+    if target == _PIPE and output.is_verbose:
+        raise UsageProblem("-v has no effect with -o -: stdout is the key", hint="drop -v")
     if kind in _USES:
         if service is not None or words or target == _PIPE:
             raise UsageProblem(
@@ -117,13 +119,13 @@ def keygen_command(
         return Exit.DONE
     path = Path(target)
     _write(path, content)
-    if output.is_json:
-        _print_json(output, path, key_id=key.key_id, size_bytes=len(key.raw))
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([path])
-    else:
+    elif output.is_text:
         output.line(f"{path}  key {key.key_id}, {len(key.raw)} bytes")
         note("keep a copy in another place: nothing it encrypts can be read without it")
+    if output.has_fields:
+        _print_json(output, path, key_id=key.key_id, size_bytes=len(key.raw))
     return Exit.DONE
 
 
@@ -139,16 +141,16 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
     except BaseException:
         discard(OsFileSystem(), path)
         raise
-    if output.is_json:
-        _print_json(output, path, key_id=pair.key_id, public_path=public_path)
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([path, public_path])
-    else:
+    elif output.is_text:
         private_use, public_use = _USES[kind]
         output.line(f"{path}  private key {pair.key_id}, for {private_use.format(path)}")
         output.line(
             f"{public_path}  its public key, for everybody: {public_use.format(public_path)}"
         )
+    if output.has_fields:
+        _print_json(output, path, key_id=pair.key_id, public_path=public_path)
     return Exit.DONE
 
 

@@ -91,12 +91,12 @@ def ls_command(
             path=directory,
             hint="ckptmgr storage probe tells whether it can be reached",
         )
-    if output.is_json:
-        output.result([entry_json(one) for one in shown], _summary(shown, places))
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([one.checkpoint.path for one in shown])
-    else:
+    elif output.is_text:
         _print(output, shown, places, ctx.ensure_object(Session), is_recursive=recursive)
+    if output.has_fields:
+        output.result([entry_json(one) for one in shown], _summary(shown, places))
     return Exit.DONE
 
 

@@ -108,11 +108,11 @@ def _change(selected: Selected, change: Change) -> Manifest:
 def _show(ctx: click.Context, selected: Selected, manifest: Manifest) -> int:
     checkpoint = manifest.to_checkpoint(selected.store.directory)
     output = render.make_output(ctx, selected.store.directory)
-    if output.is_json:
-        output.result([render.checkpoint_json(checkpoint)], {"pins": len(checkpoint.pins)})
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([checkpoint.path])
-    else:
+    elif output.is_text:
         pins = "; ".join(f"@{pin.name} {pin.reason}".rstrip() for pin in checkpoint.pins)
         output.line(f"{checkpoint.name}  step {checkpoint.step}  {pins or 'not pinned'}")
+    if output.has_fields:
+        output.result([render.checkpoint_json(checkpoint)], {"pins": len(checkpoint.pins)})
     return Exit.DONE

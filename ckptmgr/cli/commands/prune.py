@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     "--grace", metavar="TIME", default="24h", show_default=True, help="Life of the trash."
 )
 @click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
-@click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
 @filter_options
 @options.trust_options(has_public_key=True)
 @options.output_options
@@ -65,7 +64,6 @@ def prune_command(
     at_once: bool,
     grace: str,
     undo: bool,
-    verbose: bool,
     filters: tuple[str, ...],
     sort: str | None,
     given_trust: options.GivenTrust,
@@ -86,6 +84,7 @@ def prune_command(
 
     Of the checkpoints of other tools (see ls) whole entries with a step in their name may go. What
     the notes of the tool point at stays, and so do incomplete ones, which count nowhere.
+    -v lists the files that go.
 
     The directory may be the URL of an object store. There is no trash there: --now must be given.
     """
@@ -113,7 +112,6 @@ def prune_command(
             only_shows=dry_run or check,
             check=check,
             yes=yes,
-            verbose=verbose,
         )
     check_directory(directory)
     ctx.with_resource(gc_paused())
@@ -134,7 +132,11 @@ def prune_command(
     now, life = ctx.ensure_object(Session).now(), parse_time(grace)
     chosen = chosen_by(filters, sort, now)
     view = PlanView(
-        output=output, directory=directory, series=series, verbose=verbose, chosen=chosen
+        output=output,
+        directory=directory,
+        series=series,
+        verbose=output.is_verbose,
+        chosen=chosen,
     )
     if foreign is not None:
         if filters or sort is not None:
@@ -241,18 +243,18 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
     verb = "would be restored" if is_dry else "restored"
     for name in undone.taken:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
-    if output.is_json:
-        summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
-        replace(output, command="prune.undo").result(
-            [{**render.checkpoint_json(c), "tool": None, "named_by": []} for c in undone.restored],
-            summary,
-        )
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([c.path for c in undone.restored])
-    else:
+    elif output.is_text:
         for checkpoint in undone.restored:
             output.line(f"{checkpoint.name}  {render.size(checkpoint.size_bytes)}")
         total = sum(c.size_bytes for c in undone.restored)
         restored = render.counted(len(undone.restored), "checkpoint")
         output.line(f"{restored} {verb}, {render.size(total)}")
+    if output.has_fields:
+        summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
+        replace(output, command="prune.undo").result(
+            [{**render.checkpoint_json(c), "tool": None, "named_by": []} for c in undone.restored],
+            summary,
+        )
     return Exit.PARTLY if undone.taken else Exit.DONE

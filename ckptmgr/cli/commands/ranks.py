@@ -212,7 +212,17 @@ def _report(
     output = render.make_output(ctx, options.absolute(root))
     elapsed_s = time.perf_counter() - started
     sizes = [file.stat().st_size for file in files]
-    if output.is_json:
+    for text in () if output.is_json else files.notes:
+        note(text)
+    if output.is_quiet:
+        output.paths(list(files))
+    elif output.is_text:
+        for file, size in zip(files, sizes, strict=True):
+            output.line(f"{file}  {render.size(size)}")
+        step = "" if files.step is None else f"step {files.step}, "
+        written = f"{render.counted(len(files), 'file')}, {render.size(sum(sizes))}"
+        output.line(f"{step}{written}, {elapsed_s:.1f} s")
+    if output.has_fields:
         items: list[dict[str, Json]] = [
             {"path": str(options.absolute(file)), "size_bytes": size}
             for file, size in zip(files, sizes, strict=True)
@@ -224,15 +234,4 @@ def _report(
             "elapsed_s": elapsed_s,
         }
         output.result(items, summary)
-        return Exit.DONE
-    for text in files.notes:
-        note(text)
-    if output.is_quiet:
-        output.paths(list(files))
-    else:
-        for file, size in zip(files, sizes, strict=True):
-            output.line(f"{file}  {render.size(size)}")
-        step = "" if files.step is None else f"step {files.step}, "
-        written = f"{render.counted(len(files), 'file')}, {render.size(sum(sizes))}"
-        output.line(f"{step}{written}, {elapsed_s:.1f} s")
     return Exit.DONE

@@ -305,19 +305,19 @@ class KeyChanges:
     ) -> None:
         output = self._output
         pending = sum(found.plan.is_pending for found in planned)
-        if output.is_json:
+        if output.is_quiet:
+            output.paths([plan.checkpoint.path for plan in done])
+        elif output.is_text:
+            failed = f", {len(self._failures)} failed" if self._failures else ""
+            count, verb = (pending, "would change") if is_dry_run else (len(done), "changed")
+            output.line(f"{render.counted(count, 'checkpoint')} {verb}{failed}")
+        if output.has_fields:
             summary: dict[str, Json] = {
                 "planned": pending,
                 "done": len(done),
                 "failed": len(self._failures),
             }
             output.result([_item(found.plan, found.plan in done) for found in planned], summary)
-        elif output.is_quiet:
-            output.paths([plan.checkpoint.path for plan in done])
-        else:
-            failed = f", {len(self._failures)} failed" if self._failures else ""
-            count, verb = (pending, "would change") if is_dry_run else (len(done), "changed")
-            output.line(f"{render.counted(count, 'checkpoint')} {verb}{failed}")
 
 
 def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:

@@ -57,13 +57,9 @@ def repair_command(
 
 def _show(output: Output, checkpoint: Checkpoint, done: Sequence[RepairResult], root: Path) -> int:
     left = [one for one in done if one.problem is not None]
-    if output.is_json:
-        output.result(
-            [_item(one) for one in done], {"repaired": len(done) - len(left), "damaged": len(left)}
-        )
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([root / one.name for one in left])
-    else:
+    elif output.is_text:
         for one in done:
             if one.problem is None:
                 output.line(f"repaired {one.name} from {', '.join(one.sources)}")
@@ -71,6 +67,10 @@ def _show(output: Output, checkpoint: Checkpoint, done: Sequence[RepairResult], 
                 output.line(f"not repaired: {one.name}: {one.problem}")
         if not left:
             output.line(f"{checkpoint.name}: all files are as they were saved")
+    if output.has_fields:
+        output.result(
+            [_item(one) for one in done], {"repaired": len(done) - len(left), "damaged": len(left)}
+        )
     if not left:
         return Exit.DONE
     return Exit.NO if len(left) == len(done) else Exit.PARTLY

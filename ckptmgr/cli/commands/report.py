@@ -86,6 +86,12 @@ def report_command(
         raise UsageProblem(
             "one report has one form", hint="choose one of --json, --terminal, --csv and --markdown"
         )
+    is_printed = bool(chosen) or target == "-"
+    for name, option in (("quiet", "-q"), ("verbose", "-v")):
+        if is_printed and f"ckptmgr.{name}" in ctx.meta:
+            raise UsageProblem(
+                f"{option} has no effect on a report that is printed", hint=f"drop {option}"
+            )
     if chosen and target is not None:
         raise UsageProblem(
             f"-o is for the page, and --{chosen[0]} prints", hint="drop one of them, or redirect"
@@ -157,6 +163,7 @@ def _policy(
 
 
 def _write_page(output: render.Output, report: RunReport, target: str, *, force: bool) -> None:
+    from ckptmgr.cli import report_view
     from ckptmgr.maintenance.report.model import Fate
     from ckptmgr.maintenance.report.page import MARK, page
 
@@ -179,6 +186,8 @@ def _write_page(output: render.Output, report: RunReport, target: str, *, force:
         return
     here = sum(one.fate not in (Fate.TRASH, Fate.GONE) for one in report.entries)
     output.line(f"{path}  {render.counted(here, 'checkpoint')}, {render.size(len(text))}")
+    if output.is_verbose:
+        report_view.print_json(output, report)
 
 
 def _begins_with(path: Path, mark: str) -> bool:

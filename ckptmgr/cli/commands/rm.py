@@ -161,7 +161,12 @@ def _print_end(
     removed = None if outcomes is None else [one for done in outcomes for one in done.removed]
     shown = chosen if removed is None else removed
     size = sum(one.size_bytes for one in shown)
-    if output.is_json:
+    if output.is_quiet:
+        output.paths([one.path for one in shown])
+    elif output.is_text:
+        verb = "would go" if removed is None else "removed"
+        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {render.size(size)}")
+    if output.has_fields:
         summary: dict[str, Json] = {
             "count": len(chosen),
             "is_done": outcomes is not None,
@@ -170,8 +175,3 @@ def _print_end(
             "trash": [str(one.batch) for one in outcomes or () if one.batch and one.removed],
         }
         output.result([render.checkpoint_json(one) for one in chosen], summary)
-    elif output.is_quiet:
-        output.paths([one.path for one in shown])
-    else:
-        verb = "would go" if removed is None else "removed"
-        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {render.size(size)}")

@@ -82,13 +82,13 @@ def sign_command(
     mode = stat.S_IMODE((target if target.exists() else path).stat().st_mode)
     mode = note_mode(mode & 0o666)
     write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True, mode=mode)
-    if output.is_json:
+    if output.is_quiet:
+        output.paths([target])
+    elif output.is_text:
+        output.line(f"{target}  signs {path.name}: {render.counted(len(selected), 'checkpoint')}")
+    if output.has_fields:
         item = {"path": str(root), "bundle": str(options.absolute(target))}
         output.result([item], {"count": len(selected)})
-    elif output.is_quiet:
-        output.paths([target])
-    else:
-        output.line(f"{target}  signs {path.name}: {render.counted(len(selected), 'checkpoint')}")
     return Exit.DONE
 
 

@@ -60,7 +60,6 @@ class _MadeUp:
 @click.option("--size", metavar="SIZE", help="Size of a made-up checkpoint.  [default: 1GiB]")
 @options.series_option
 @click.option("--by-series", is_flag=True, help="Count each series by itself, not each run.")
-@click.option("-v", "--verbose", is_flag=True, help="Also a row for each made-up one that goes.")
 @options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
@@ -74,7 +73,6 @@ def simulate_command(
     size: str | None,
     series: str | None,
     by_series: bool,
-    verbose: bool,
     given_trust: options.GivenTrust,
 ) -> int:
     """Show what a retention policy would have kept, as prune shows its plan; write nothing.
@@ -83,7 +81,8 @@ def simulate_command(
     does: to the checkpoints that are in DIR now, or with --every and --for to a history that is
     made up, whose metrics improve with noise. The last line says how many checkpoints, and how many
     bytes, there were at most at once. Nothing is verified: damaged ones that ls does not know count.
-    -q prints the paths that would be gone.
+    -q prints the paths that would be gone; -v lists them after the plan, and shows a row for each made-up
+    one that goes.
     """
     from ckptmgr.policy.text import parse_policy
 
@@ -117,7 +116,6 @@ def simulate_command(
         now=now,
         series=series,
         by_series=by_series,
-        verbose=verbose,
     )
 
 
@@ -151,7 +149,6 @@ def _show(
     now: datetime,
     series: str | None,
     by_series: bool,
-    verbose: bool,
 ) -> int:
     from ckptmgr.cli.prune_table import PlanView, plan_items
     from ckptmgr.maintenance.prune import LinePlan, Proposal
@@ -192,8 +189,8 @@ def _show(
         output=output,
         directory=output.root if directory is None else directory,
         series=series,
-        verbose=False,
-        shows_dropped=verbose or directory is not None,
+        verbose=output.is_verbose and directory is not None,
+        shows_dropped=output.is_verbose or directory is not None,
     )
     view.plan(proposal)
     if output.is_text:

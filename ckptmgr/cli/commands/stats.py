@@ -89,12 +89,12 @@ def stats_command(
     shown = chosen.apply([one for place in places for one in place.entries], of=checkpoint_of)
     runs = sorted(_runs(shown), key=lambda run: -run.size_bytes)
     trash_bytes = _trash_bytes(places)
-    if output.is_json:
-        _print_json(output, runs, trash_bytes, session.now())
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths(list(dict.fromkeys(run.directory for run in runs)))
-    else:
+    elif output.is_text:
         _print(output, runs, trash_bytes, session.now())
+    if output.has_fields:
+        _print_json(output, runs, trash_bytes, session.now())
     return Exit.DONE
 
 

@@ -37,15 +37,15 @@ def storage_command(ctx: click.Context, action: str, place: Path) -> int:
     findings = probe(open_objects(str(place)))
     failed = [one for one in findings if one.is_ok is False]
     output = render.make_output(ctx, place)
-    if output.is_json:
+    if output.is_quiet:
+        output.names([one.check.encode() for one in failed])
+    elif output.is_text:
+        words = {True: "ok", False: "missing", None: "-"}
+        rows = [[Cell(f.check), Cell(words[f.is_ok]), Cell(f.detail)] for f in findings]
+        output.table(("CHECK", "NEEDED", "SEEN"), rows, right="")
+    if output.has_fields:
         output.result(
             [{"check": f.check, "is_ok": f.is_ok, "detail": f.detail} for f in findings],
             {"is_ok": not failed, "failed": [one.check for one in failed]},
         )
-    elif output.is_quiet:
-        output.names([one.check.encode() for one in failed])
-    else:
-        words = {True: "ok", False: "missing", None: "-"}
-        rows = [[Cell(f.check), Cell(words[f.is_ok]), Cell(f.detail)] for f in findings]
-        output.table(("CHECK", "NEEDED", "SEEN"), rows, right="")
     return Exit.NO if failed else Exit.DONE

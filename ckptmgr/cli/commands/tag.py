@@ -127,12 +127,12 @@ def _tag(
         )
     changed = manifest.to_checkpoint(store.directory)
     output = render.make_output(ctx, store.directory)
-    if output.is_json:
-        output.result([render.checkpoint_json(changed)], {"tags": list(changed.tags)})
-    elif output.is_quiet:
+    if output.is_quiet:
         output.paths([changed.path])
-    else:
+    elif output.is_text:
         output.line(
             f"{changed.name}  step {changed.step}  {' '.join(changed.tags) or 'not tagged'}"
         )
+    if output.has_fields:
+        output.result([render.checkpoint_json(changed)], {"tags": list(changed.tags)})
     return Exit.DONE

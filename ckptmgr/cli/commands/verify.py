@@ -145,8 +145,8 @@ def verify_command(
     if texts or not foreign:
         selected = select(texts, directory, opener, series=series, takes_urls=True)
     narrowed = parts.chooser(part, subset, sample, os.environ)
-    if jsonl and ("ckptmgr.json" in ctx.meta or "ckptmgr.quiet" in ctx.meta):
-        raise UsageProblem("--jsonl stands alone", hint="drop --json, -q and -0")
+    if jsonl and any(f"ckptmgr.{name}" in ctx.meta for name in ("json", "quiet", "verbose")):
+        raise UsageProblem("--jsonl stands alone", hint="drop --json, -q, -0 and -v")
     if jsonl:
         ctx.meta["ckptmgr.json"] = True  # errors, too
     if filters or sort is not None or narrowed is not None:
@@ -302,6 +302,8 @@ def _show(
             into = moved.get(answer.checkpoint.path)
             if isinstance(into, Path):
                 output.line(f"  moved to {into.relative_to(answer.checkpoint.path.parent)}")
+            if output.is_verbose:
+                output.fields(verification_json(answer))
     counts = Counter(answer.status.value for answer in done)
     missing = expected.missing(
         [one.checkpoint for one in done if one.status.value in (*_SOUND, "partial")]

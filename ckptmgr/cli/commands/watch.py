@@ -132,7 +132,7 @@ def watch_command(
     Verifies each checkpoint when it gets its name, the newest first. An alarm begins when one is
     damaged, when saves stop, fail or become slow, when the disk will be full, or when a directory
     vanishes; it ends when that is over. On a terminal there is a table; elsewhere, one line for
-    each event. With --json each line is one object.
+    each event; -v gives lines with every field, on a terminal, too. With --json each line is one object.
 
     --prune applies the retention policy, into the trash, to series that no live run writes; live
     runs apply their own. --quarantine moves damaged checkpoints of such series to the folder
