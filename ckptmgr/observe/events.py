@@ -5,7 +5,7 @@
 |---|---|---|
 | `save.started` | a save was requested | why |
 | `save.staged` | a background save has its copy; the training goes on | stage_s, staged_bytes |
-| `save.durable` | the checkpoint survives a power cut | all of `SaveStats` |
+| `save.durable` | the checkpoint survives a power cut | all of `SaveStats`; its metrics |
 | `save.failed` | it did not become durable | |
 | `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
 | `save.skipped` | no rule of `keep` would keep it (`save_only_kept`) | the reason |
@@ -64,6 +64,7 @@ class Event:
         error: The failure, as text, or None.
         error_type: Name of the exception, or of the verdict of `verify`.
         figures: Further numbers by name; units are in the names.
+        metrics: Metrics of the checkpoint that was saved; those added later are not known here.
         notes: Further sentences.
     """
 
@@ -77,6 +78,7 @@ class Event:
     error: str | None = None
     error_type: str | None = None
     figures: Mapping[str, float] = field(default_factory=lambda: _NO_FIGURES, hash=False)
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NO_FIGURES, hash=False)
     notes: tuple[str, ...] = ()
 
     @property
@@ -108,6 +110,7 @@ class Event:
             "error": self.error,
             "error_type": self.error_type,
             "figures": dict(self.figures),
+            "metrics": dict(self.metrics),
             "notes": list(self.notes),
         }
 
@@ -123,6 +126,7 @@ class Facts(TypedDict, total=False):
     error: str | None
     error_type: str | None
     figures: Mapping[str, float]
+    metrics: Mapping[str, float]
     notes: tuple[str, ...]
 
 

@@ -67,8 +67,9 @@ def read_events(lines: Iterable[str]) -> EventLines:
 
 def _event(fields: Mapping[str, object]) -> Event:
     path, step, figures, notes = (fields[name] for name in ("path", "step", "figures", "notes"))
-    if not (isinstance(figures, dict) and isinstance(notes, list)):
-        raise TypeError("figures or notes of an event")
+    metrics = fields.get("metrics", {})  # which other writers of such lines may leave out
+    if not (isinstance(figures, dict) and isinstance(metrics, dict) and isinstance(notes, list)):
+        raise TypeError("figures, metrics or notes of an event")
     at = _number(fields["at"])
     datetime.fromtimestamp(at, UTC)  # those that no calendar has are refused
     return Event(
@@ -82,6 +83,7 @@ def _event(fields: Mapping[str, object]) -> Event:
         error=_text(fields["error"]),
         error_type=_text(fields["error_type"]),
         figures={str(name): _number(value) for name, value in figures.items() if value is not None},
+        metrics={str(name): _metric(value) for name, value in metrics.items()},
         notes=tuple(map(str, notes)),
     )
 
@@ -90,6 +92,10 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError("a number of an event")
     return float(value)
+
+
+def _metric(value: object) -> float:
+    return math.nan if value is None else _number(value)
 
 
 def _text(value: object) -> str | None:

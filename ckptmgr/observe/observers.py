@@ -19,10 +19,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Self, Unpack
 
 from ckptmgr.core.contexts import contextmanager
@@ -43,6 +43,8 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
+
+_NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 Observer = Callable[[Event], object]
 
@@ -162,12 +164,18 @@ class SaveWatch:
         """Take the figures of the save, which its last event reports."""
         self._stats = stats
 
-    def durable(self, path: Path) -> None:
+    def durable(self, path: Path, *, metrics: Mapping[str, float] = _NO_METRICS) -> None:
         """Emit `save.durable`."""
         stats = self._stats
         if stats.staged_bytes:
             self.staged(stats)  # the staging thread may not have emitted it yet
-        self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))
+        self._end(
+            "save.durable",
+            path=path,
+            size_bytes=stats.size_bytes,
+            figures=figures_of(stats),
+            metrics=metrics,
+        )
 
     def ended_with(self, error: BaseException | None) -> None:
         """Emit the end of the save, once; None stands for skipped."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.event_log import JsonLinesObserver
-from tests.cli.running import run
+from tests.cli.running import run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import overwrite, save_run, tree_of
 
@@ -239,6 +240,20 @@ def test_many_checkpoints_are_thinned_on_the_chart_but_not_in_csv(tmp_path: Path
     page = Page(run("report", tmp_path, "-o", "-").stdout)
     assert page.tags.count("circle") <= 1501
     assert len(run("report", tmp_path, "--csv").stdout.splitlines()) == 3002
+
+
+def test_metrics_of_checkpoints_that_are_gone_come_from_the_events(tmp_path: Path) -> None:
+    observer = JsonLinesObserver(tmp_path / "events.jsonl")
+    config = CheckpointConfig(save_checkpoint_steps=1, keep="last(1)")
+    with CheckpointManager(tmp_path, config, observe=observer) as manager:
+        for step, loss in ((1, 0.75), (2, math.nan), (3, 0.25)):
+            manager.step_end(step, {"w": 1.0}, metrics={"loss": loss})
+    items = run_json("report", tmp_path)["items"]
+    assert [(one["step"], one["fate"], one["metrics"]) for one in items] == [
+        (1, "gone", {"loss": 0.75}),
+        (2, "gone", {"loss": None}),
+        (3, "kept", {"loss": 0.25}),
+    ]
 
 
 def _umask() -> int:

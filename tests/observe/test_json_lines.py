@@ -21,6 +21,7 @@ EVENT = Event(
     series="net",
     step=1,
     figures={"blocked_s": 0.125},
+    metrics={"loss": 0.5},
     notes=("policy",),
 )
 

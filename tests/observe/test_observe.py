@@ -378,6 +378,7 @@ def test_event_is_stamped_by_the_clock_and_is_json() -> None:
         "error": "no",
         "error_type": "SaveFailed",
         "figures": {"n": 1.0},
+        "metrics": {},
         "notes": ["x"],
     }
 

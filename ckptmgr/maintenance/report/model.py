@@ -268,7 +268,7 @@ def _gone(noted: Sequence[Event], present: set[str]) -> list[Entry]:
             step=one.step or 0,
             saved_at=datetime.fromtimestamp(one.at, UTC),
             size_bytes=one.size_bytes,
-            metrics={},
+            metrics=one.metrics,
             state=Fate.GONE.value,
             fate=Fate.GONE,
         )
