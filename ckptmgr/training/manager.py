@@ -58,6 +58,7 @@ from ckptmgr.training.data_state import Batches, DataState
 from ckptmgr.training.due import DueSaves
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
+from ckptmgr.training.notebook import CheckpointList, NotebookView
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.saving import StateSaver
@@ -222,6 +223,9 @@ class CheckpointManager:
         )
         self._catalog = Catalog(
             self._reader, writer=self._writer, engine=self._engine, observers=parts.observers
+        )
+        self._view = NotebookView(
+            self._writer.store, prefix, policy=checked.retention_policy(), clock=clock
         )
         self._mirror = parts.uploads(mirror, self._writer, below=given, is_alone=self._is_alone)
         self._snapshot_steps = (
@@ -484,8 +488,11 @@ class CheckpointManager:
                 self._mirror.close()
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return the committed checkpoints of the series, oldest first."""
-        return self._reader.checkpoints()
+        """Return the committed checkpoints of the series, oldest first; in a notebook, a table."""
+        return CheckpointList(self._reader.checkpoints(), self._view)
+
+    def _repr_html_(self) -> str:
+        return self._view.page(self._reader.checkpoints())
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint without known damage, or None; leftovers raise nothing.

@@ -86,7 +86,7 @@ def _document(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
 
 def _head(report: RunReport) -> Iterable[str]:
     yield f"<h1>{shown(str(report.directory))}</h1>"
-    yield f'<p class="dim">made {_time(report.made_at)} by ckptmgr report from manifests; nothing was verified</p>'
+    yield f'<p class="dim">made {utc(report.made_at)} by ckptmgr report from manifests; nothing was verified</p>'
     keeps = "no retention policy" if report.policy is None else f"policy {report.policy}"
     yield f"<p>{shown(keeps)}</p>"
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
@@ -170,9 +170,9 @@ def _failures(report: RunReport) -> Iterable[str]:
     if not rows:
         yield "<p>none known</p>"
         return
-    yield _rows(
+    yield cells(
         ("when", "what", "step", "why"),
-        [(_time(at), what, step, why) for at, what, step, why in sorted(rows, reverse=True)],
+        [(utc(at), what, step, why) for at, what, step, why in sorted(rows, reverse=True)],
     )
 
 
@@ -183,7 +183,7 @@ def _table(report: RunReport) -> Iterable[str]:
     rows = [
         (
             f"{one.step}",
-            _time(one.saved_at),
+            utc(one.saved_at),
             decimal(one.size_bytes),
             *(number(one.metrics.get(name)) for name in report.metrics),
             one.state,
@@ -194,7 +194,7 @@ def _table(report: RunReport) -> Iterable[str]:
         )
         for one in newest_first
     ]
-    yield _rows(header, rows)
+    yield cells(header, rows)
     if len(report.entries) > _MOST_ROWS:
         yield f'<p class="dim">the newest {_MOST_ROWS:,} of {len(report.entries):,}; --csv has all</p>'
 
@@ -249,7 +249,8 @@ def _figure(svg: str, caption: str) -> str:
     )
 
 
-def _rows(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def cells(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of escaped texts."""
     lines = ["<tr>" + "".join(f"<th>{shown(name)}</th>" for name in header) + "</tr>"]
     lines += ["<tr>" + "".join(map(_cell, header, row)) + "</tr>" for row in rows]
     return '<div class="scroll"><table>' + "\n".join(lines) + "</table></div>"
@@ -264,5 +265,6 @@ def _cell(name: str, text: str) -> str:
     return f"<td{kind}>{shown(text)}</td>"
 
 
-def _time(time: datetime) -> str:
+def utc(time: datetime) -> str:
+    """Return a time, e.g. `2026-03-01 10:00:00Z`."""
     return time.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
