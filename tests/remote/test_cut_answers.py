@@ -42,13 +42,17 @@ class CuttingServer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    server: CuttingServer
+
+    @property
+    def _cutting(self) -> CuttingServer:
+        assert isinstance(self.server, CuttingServer)
+        return self.server
 
     def do_HEAD(self) -> None:
-        self._begin(200, len(self.server.data))
+        self._begin(200, len(self._cutting.data))
 
     def do_GET(self) -> None:
-        server = self.server
+        server = self._cutting
         if not self.path.endswith("/net.safetensors") or server.status != 206:
             self._begin(404 if server.status == 206 else server.status, 0)
             return
@@ -70,14 +74,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _begin(self, status: int, size_bytes: int, content_range: str = "") -> None:
         self.send_response(status)
-        self.send_header("ETag", f'"{self.server.version}"')
+        self.send_header("ETag", f'"{self._cutting.version}"')
         self.send_header("Last-Modified", "Sun, 01 Mar 2026 10:00:00 GMT")
         self.send_header("Content-Length", str(size_bytes))
         if content_range:
             self.send_header("Content-Range", content_range)
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Print nothing."""
 
 

@@ -37,6 +37,7 @@ from tests.support.stores_of_objects import open_as, upload
 
 pytest.importorskip("obstore")
 
+from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import FetchedRange, Objects, open_objects
 from tests.remote.buckets import new_url
 
@@ -104,7 +105,7 @@ def test_values_are_those_of_a_local_load(tmp_path: Path, kind: str) -> None:
 def test_values_come_from_a_folder_and_by_a_path_object(tmp_path: Path) -> None:
     url = upload(tmp_path, saved(tmp_path, "ckpt"), f"file://{tmp_path}/bucket")
     assert np.array_equal(load_checkpoint(url)["w"], SMALL["w"])
-    assert np.array_equal(load_checkpoint(ckptmgr.objects.paths.UrlPath(url))["w"], SMALL["w"])
+    assert np.array_equal(load_checkpoint(UrlPath(url))["w"], SMALL["w"])
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -295,7 +296,8 @@ def test_large_load_has_many_requests_in_flight(
 
     def wrap(objects: Objects) -> Objects:
         crowds.append(Crowd(objects, 6))
-        return crowds[-1]
+        found: Any = crowds[-1]  # the other methods are those of the store
+        return found  # type: ignore[no-any-return]
 
     open_as(monkeypatch, wrap)
     with open_checkpoint(url, dec_key=key_of(kind)) as reader:
