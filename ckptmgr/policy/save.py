@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,9 @@ class _Active:
         """Always true."""
         return True
 
-    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        raise NotImplementedError
-
     def __or__(self, other: SavePolicy) -> AnyOf:
         """Return the policy that saves when this one or the other asks for it."""
-        return AnyOf((self, other))
+        return AnyOf((cast(SavePolicy, self), other))
 
 
 @dataclass(frozen=True, slots=True)
