@@ -5,7 +5,7 @@
 |---|---|---|
 | `save.started` | a save was requested | why |
 | `save.staged` | a background save has its copy; the training goes on | stage_s, staged_bytes |
-| `save.durable` | the checkpoint survives a power cut | all of `SaveStats`; its metrics |
+| `save.durable` | the checkpoint survives a power cut | all of `SaveStats`; its epoch and metrics |
 | `save.failed` | it did not become durable | |
 | `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
 | `save.skipped` | no rule of `keep` would keep it (`save_only_kept`) | the reason |
@@ -61,6 +61,7 @@ class Event:
         path: The file or directory, or None.
         series: Name of the series, or None.
         step: Global step, or None.
+        epoch: Epoch of the checkpoint that was saved, or None.
         error: The failure, as text, or None.
         error_type: Name of the exception, or of the verdict of `verify`.
         figures: Further numbers by name; units are in the names.
@@ -75,6 +76,7 @@ class Event:
     path: Path | None = None
     series: str | None = None
     step: int | None = None
+    epoch: int | None = None
     error: str | None = None
     error_type: str | None = None
     figures: Mapping[str, float] = field(default_factory=lambda: _NO_FIGURES, hash=False)
@@ -106,6 +108,7 @@ class Event:
             "path": None if self.path is None else str(self.path),
             "series": self.series,
             "step": self.step,
+            "epoch": self.epoch,
             "is_ok": self.is_ok,
             "error": self.error,
             "error_type": self.error_type,
@@ -123,6 +126,7 @@ class Facts(TypedDict, total=False):
     path: Path | None
     series: str | None
     step: int | None
+    epoch: int | None
     error: str | None
     error_type: str | None
     figures: Mapping[str, float]

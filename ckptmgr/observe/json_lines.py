@@ -79,7 +79,8 @@ def _event(fields: Mapping[str, object]) -> Event:
         size_bytes=int(_number(fields["size_bytes"])),
         path=None if path is None else Path(str(path)),
         series=_text(fields["series"]),
-        step=step if isinstance(step, int) else None,
+        step=_whole(step),
+        epoch=_whole(fields.get("epoch")),  # see above
         error=_text(fields["error"]),
         error_type=_text(fields["error_type"]),
         figures={str(name): _number(value) for name, value in figures.items() if value is not None},
@@ -92,6 +93,10 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise TypeError("a number of an event")
     return float(value)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _metric(value: object) -> float:

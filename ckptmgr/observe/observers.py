@@ -164,7 +164,13 @@ class SaveWatch:
         """Take the figures of the save, which its last event reports."""
         self._stats = stats
 
-    def durable(self, path: Path, *, metrics: Mapping[str, float] = _NO_METRICS) -> None:
+    def durable(
+        self,
+        path: Path,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] = _NO_METRICS,
+    ) -> None:
         """Emit `save.durable`."""
         stats = self._stats
         if stats.staged_bytes:
@@ -172,6 +178,7 @@ class SaveWatch:
         self._end(
             "save.durable",
             path=path,
+            epoch=epoch,
             size_bytes=stats.size_bytes,
             figures=figures_of(stats),
             metrics=metrics,

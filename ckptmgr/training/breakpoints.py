@@ -73,7 +73,7 @@ def save_breakpoint(
             items = items_of(params, config, step=step, epoch=epoch)
             saved = writer.save(name, items, facts)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
-            watch.durable(saved.path)
+            watch.durable(saved.path, epoch=saved.epoch)
             writer.drop_replaced(saved, has_restarts=writer is series.writer)
     except (Exception, SystemExit) as failure:
         add_note(error, f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")

@@ -7,6 +7,7 @@ import csv
 import json
 import math
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -254,6 +255,11 @@ def test_metrics_of_checkpoints_that_are_gone_come_from_the_events(tmp_path: Pat
         (2, "gone", {"loss": None}),
         (3, "kept", {"loss": 0.25}),
     ]
+    page = run("report", tmp_path, "-o", "-").stdout
+    curve = re.search(r'<polyline class="curve" points="([^"]+)"', page)
+    assert curve is not None
+    assert len(curve[1].split()) == 2  # NaN is on no curve
+    assert [page.count(f'class="{fate}"') for fate in ("kept", "gone")] == [1, 2]
 
 
 def _umask() -> int:

@@ -15,7 +15,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from tests.cli.running import run
-from tests.support.users import GROUP, as_user
+from tests.support.users import GROUP, USER, as_user
 
 MEMBER, STRANGER = 12346, 12347
 OTHER_GROUP = 23457
@@ -119,3 +119,6 @@ def test_lease_that_a_dead_run_left_does_not_stop_another_member(project: Path) 
     assert (runs / ".net.lease").exists()
     as_user(lambda: str(train(runs, file_mode=0o660)), user=MEMBER)
     assert len(list(runs.glob("*.ckpt"))) == 5
+    code, refused = by(USER, "prune", runs, "--yes")  # the policy that the other member recorded
+    assert code != 0
+    assert "says what to keep, but belongs to another user" in refused

@@ -6,7 +6,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
+
+import pytest
 
 from ckptmgr.event_log import JsonLinesObserver
 from ckptmgr.observe.events import Event
@@ -20,6 +23,7 @@ EVENT = Event(
     path=Path("run/net-1.ckpt"),
     series="net",
     step=1,
+    epoch=2,
     figures={"blocked_s": 0.125},
     metrics={"loss": 0.5},
     notes=("policy",),
@@ -62,3 +66,28 @@ def test_file_that_was_rotated_is_made_anew(tmp_path: Path) -> None:
     os.replace(path, tmp_path / "old.jsonl")
     observer(EVENT)
     assert len(read_events(path.read_text(encoding="utf-8").splitlines()).events) == 1
+
+
+def test_metric_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    JsonLinesObserver(path)(Event(name="save.durable", at=1.0, metrics={"loss": math.inf}))
+    line = path.read_text(encoding="utf-8")
+    assert json.loads(line)["metrics"] == {"loss": None}
+    (event,) = read_events([line]).events
+    assert math.isnan(event.metrics["loss"])
+
+
+def test_line_of_an_earlier_version_is_an_event() -> None:
+    fields = {k: v for k, v in EVENT.to_json().items() if k not in ("epoch", "metrics")}
+    (event,) = read_events([json.dumps(fields)]).events
+    assert (event.step, event.epoch, event.metrics) == (1, None, {})
+
+
+def test_page_names_the_keys_of_a_line() -> None:
+    page = Path(__file__).parents[2] / "docs/training.md"
+    if not page.exists():
+        pytest.skip("needs the sources")
+    text = page.read_text(encoding="utf-8")
+    named = text[text.index("The keys of a line") : text.index("is that of the data file")]
+    keys = [key for key in re.findall(r"`([a-z_]+)`", named)]
+    assert list(dict.fromkeys(keys)) == list(EVENT.to_json())

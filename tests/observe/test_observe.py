@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_state
 from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import (
     CorruptCheckpoint,
@@ -256,6 +256,20 @@ def test_callback_tells_saves_resumes_and_prunes(tmp_path: Path) -> None:
     assert only(heard, "resume").step == 2
 
 
+def test_durable_event_has_epoch_and_metrics_of_the_checkpoint(
+    tmp_path: Path, everything: Heard
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state_of(1.0), epoch=3, metrics={"loss": 0.5})
+    save_state(state_of(1.0), tmp_path / "one.ckpt", epoch=4, metrics={"loss": 0.25})
+    durable = [event for event in everything if event.name == "save.durable"]
+    assert [(one.epoch, one.metrics) for one in durable] == [
+        (3, {"loss": 0.5}),
+        (4, {"loss": 0.25}),
+    ]
+    assert {one.epoch for one in everything if one.name != "save.durable"} == {None}
+
+
 def test_callback_that_finds_nothing_tells_so(tmp_path: Path) -> None:
     heard: Heard = []
     assert ModelCheckpoint("net", str(tmp_path), observe=heard.append).resume() is None
@@ -374,6 +388,7 @@ def test_event_is_stamped_by_the_clock_and_is_json() -> None:
         "path": "a",
         "series": None,
         "step": None,
+        "epoch": None,
         "is_ok": False,
         "error": "no",
         "error_type": "SaveFailed",

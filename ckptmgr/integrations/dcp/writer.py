@@ -56,7 +56,7 @@ class _Save:
         passed_s = time.perf_counter() - self.started
         cost.note_written(stats, size_bytes=checkpoint.size_bytes, passed_s=passed_s)
         self.watch.costs(cost)
-        self.watch.durable(checkpoint.path, metrics=checkpoint.metrics)
+        self.watch.durable(checkpoint.path, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
 
 
 class StorageWriter(storage.StorageWriter):
