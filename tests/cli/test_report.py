@@ -18,7 +18,7 @@ from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.event_log import JsonLinesObserver
 from tests.cli.running import run, run_json
 from tests.cli.schemas import run_with_schema
-from tests.support.saved import overwrite, save_run, tree_of
+from tests.support.saved import flip, overwrite, save_run, tree_of
 
 LOSSES = {10: {"loss": 3.0}, 20: {"loss": 1.0}, 30: {"loss": 2.0}, 40: {"loss": float("nan")}}
 POLICY = ("--keep", "last(1) | best(1, loss, min)")
@@ -241,6 +241,18 @@ def test_many_checkpoints_are_thinned_on_the_chart_but_not_in_csv(tmp_path: Path
     page = Page(run("report", tmp_path, "-o", "-").stdout)
     assert page.tags.count("circle") <= 1501
     assert len(run("report", tmp_path, "--csv").stdout.splitlines()) == 3002
+
+
+def test_results_of_verify_are_in_the_report(tmp_path: Path) -> None:
+    first, _ = save_run(tmp_path, [10, 20])
+    assert "verified last: no record" in run("report", tmp_path, "--terminal").stdout
+    flip(first, -1)
+    assert run("verify", tmp_path).exit_code == 1
+    damaged, sound = run_with_schema("report", tmp_path)["items"]
+    assert (damaged["state"], damaged["verified_at"]) == ("damaged", None)
+    assert damaged["why"][0].startswith("verify found it damaged: ")
+    assert (sound["state"], sound["verified_at"] is None) == ("ok", False)
+    assert "verified last: no record" not in run("report", tmp_path, "--terminal").stdout
 
 
 def test_metrics_of_checkpoints_that_are_gone_come_from_the_events(tmp_path: Path) -> None:

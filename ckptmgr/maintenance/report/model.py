@@ -10,8 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State, Verdict
+from ckptmgr.maintenance.past_checks import PastCheck, recall
 from ckptmgr.maintenance.prune_plan import (
     Counted,
     PolicyOf,
@@ -51,7 +53,7 @@ class Entry:
         saved_at: When the save was acknowledged, UTC.
         state: Its state in the directory; the fate for what is not in there.
         why: What keeps it, how near each rule came, or what is wrong with it.
-        verified_at: When it was verified last, as far as events say.
+        verified_at: When it was verified last, as far as events and the results of `verify` say.
     """
 
     path: Path
@@ -134,6 +136,13 @@ class RunReport:
         return sum(one.fate is fate for one in self.entries)
 
 
+class Checks(NamedTuple):
+    """When files were verified: by events, in seconds since the epoch, and by records of `verify`."""
+
+    noted_s: Mapping[str, float]
+    remembered: Mapping[str, PastCheck]
+
+
 def make_report(
     store: Store,
     *,
@@ -150,13 +159,13 @@ def make_report(
     events = () if noted is None else noted.events
     own = [one for one in events if _is_of(one, store.directory, series)]
     found = [one for one in store.scan() if one.state not in UNFINISHED]
-    verified = _verified(own)
+    checks = Checks(_verified(own), recall(store, found))
     entries = []
     policies: list[RetentionPolicy] = []
     for counted in counted_together(found, series=series):
         applied = None if policy is None else policy_for(counted, policy)
         policies += [] if applied is None or applied in policies else [applied]
-        entries += _entries(counted, applied, now, verified)
+        entries += _entries(counted, applied, now, checks)
     if isinstance(policy, RetentionPolicy):
         policies = [policy]
     thrown = [
@@ -165,7 +174,7 @@ def make_report(
         for one in batch.checkpoints
         if series in (None, one.series)
     ]
-    entries += [_entry(one, one.run_id, Fate.TRASH, verified) for one in thrown]
+    entries += [_entry(one, one.run_id, Fate.TRASH, checks) for one in thrown]
     entries += _gone(own, {one.path.name for one in entries})
     entries.sort(key=lambda one: (one.saved_at, one.step))
     return RunReport(
@@ -193,7 +202,7 @@ def _is_of(event: Event, directory: Path, series: str | None) -> bool:
 
 
 def _entries(
-    counted: Counted, policy: RetentionPolicy | None, now: datetime, verified: Mapping[str, float]
+    counted: Counted, policy: RetentionPolicy | None, now: datetime, checks: Checks
 ) -> list[Entry]:
     run_of = {one.path: line.run_id for line in counted.lines for one in line.checkpoints}
     if policy is None:
@@ -205,7 +214,7 @@ def _entries(
     else:
         verdicts = list(plan_with(counted, {}, policy, now).verdicts)
     return [
-        _entry(one.checkpoint, run_of[one.checkpoint.path], _fate(one), verified, verdict=one)
+        _entry(one.checkpoint, run_of[one.checkpoint.path], _fate(one), checks, verdict=one)
         for one in verdicts
     ]
 
@@ -220,15 +229,17 @@ def _entry(
     checkpoint: Checkpoint,
     run_id: str | None,
     fate: Fate,
-    verified: Mapping[str, float],
+    checks: Checks,
     *,
     verdict: Verdict | None = None,
 ) -> Entry:
-    verified_s = verified.get(checkpoint.name)
+    past = checks.remembered.get(checkpoint.name) if fate is not Fate.TRASH else None
     reasons = () if verdict is None else verdict.reasons or verdict.nearest
     why = [reason.detail for reason in reasons]
     if checkpoint.problem is not None and not any(checkpoint.problem in one for one in why):
         why.insert(0, checkpoint.problem)
+    if past is not None and past.is_bad:
+        why.insert(0, f"verify found it {past.status}: {past.problem or 'no reason is recorded'}")
     return Entry(
         path=checkpoint.path,
         series=checkpoint.series,
@@ -237,14 +248,21 @@ def _entry(
         saved_at=checkpoint.saved_at,
         size_bytes=checkpoint.size_bytes,
         metrics=checkpoint.metrics,
-        state=checkpoint.state.value,
+        state=past.status if past is not None and past.is_bad else checkpoint.state.value,
         fate=fate,
         why=tuple(why),
-        # An event may be about an earlier file of this name.
-        verified_at=datetime.fromtimestamp(verified_s, UTC)
-        if verified_s is not None and verified_s >= checkpoint.saved_at.timestamp()
-        else None,
+        verified_at=_verified_at(checkpoint, checks.noted_s.get(checkpoint.name), past),
     )
+
+
+def _verified_at(
+    checkpoint: Checkpoint, noted_s: float | None, past: PastCheck | None
+) -> datetime | None:
+    times = [] if past is None or past.is_bad else [past.at]
+    # An event may be about an earlier file of this name.
+    if noted_s is not None and noted_s >= checkpoint.saved_at.timestamp():
+        times.append(datetime.fromtimestamp(noted_s, UTC))
+    return max(times, default=None)
 
 
 def _verified(noted: Sequence[Event]) -> dict[str, float]:
