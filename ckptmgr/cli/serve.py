@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self._names is not None and _host_of(self.headers.get("Host", "")) not in self._names:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
-        kept = self._pages.get(urlsplit(self.path).path)
+        kept = self._pages.get(_path_of(self.path))
         if kept is None:
             self.send_error(HTTPStatus.NOT_FOUND)
             return
@@ -166,6 +166,13 @@ def _names_of(host: str) -> frozenset[str] | None:
     if not ipaddress.ip_address(host).is_loopback:
         return None
     return frozenset({"localhost", "127.0.0.1", "::1", host})
+
+
+def _path_of(target: str) -> str:
+    try:
+        return urlsplit(target).path
+    except ValueError:
+        return ""
 
 
 def _host_of(header: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.foreign.layouts import LAYOUTS
 from tests.cli.running import key_file, run, run_json
 from tests.cli.test_prune import Terminal
@@ -487,3 +488,27 @@ def test_stats_show_no_step_where_the_name_has_none_and_count_the_trash(tmp_path
     assert run_json("stats", directory)["summary"]["trash_bytes"] == 0
     assert prune(directory, "last(1)") == 0
     assert run_json("stats", directory)["summary"]["trash_bytes"] > 40_000
+
+
+def test_quiet_prune_prints_what_went(tmp_path: Path) -> None:
+    directory = golden_run("transformers", tmp_path / "run")
+    done = run("prune", directory, "--keep", "last(1)", "--yes", "-q", now_s=LATER_S)
+    assert (done.exit_code, done.stdout.splitlines()) == (0, [str(directory / "checkpoint-2")])
+
+
+def test_entry_that_cannot_be_moved_stays_and_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = any_run("torchtitan", tmp_path / "run")
+    replace = OsFileSystem.replace
+
+    def refused(disk: OsFileSystem, source: Path, target: Path) -> None:
+        if source.name == "step-1":
+            raise PermissionError(1, "Operation not permitted", str(source))
+        replace(disk, source, target)
+
+    monkeypatch.setattr(OsFileSystem, "replace", refused)
+    result = run("prune", directory, "--keep", "last(1)", "--yes", now_s=LATER_S)
+    assert result.exit_code == 2
+    assert "Operation not permitted" in result.stderr
+    assert names_in(directory) == ["step-1", "step-2"]

@@ -73,3 +73,11 @@ def test_prune_decides_as_before(tmp_path: Path) -> None:
     result = run("prune", tmp_path, "--keep", "last(1)", "--yes", env=ENV)
     assert "2 checkpoints unproven" in result.stdout
     assert len(list(tmp_path.glob("*.ckpt"))) == 2
+
+
+def test_damage_under_a_key_does_not_make_a_directory_plain(tmp_path: Path) -> None:
+    (sealed,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
+    overwrite(sealed, b"cut")
+    (item,) = run_json("ls", tmp_path, env=ENV)["items"]
+    assert (item["state"], item["run"] is None) == ("corrupt", False)
+    assert "not used" not in run("ls", tmp_path, env=ENV).stderr

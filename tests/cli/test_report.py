@@ -274,6 +274,39 @@ def test_metrics_of_checkpoints_that_are_gone_come_from_the_events(tmp_path: Pat
     assert [page.count(f'class="{fate}"') for fate in ("kept", "gone")] == [1, 2]
 
 
+def test_markdown_lists_failures_and_text_the_newest_rows(tmp_path: Path) -> None:
+    first, *_ = save_run(tmp_path, list(range(10, 130, 10)))
+    overwrite(first, b"short")
+    markdown = run("report", tmp_path, "--markdown").stdout
+    assert "\n## Failures\n\n* net-1_10.ckpt: " in markdown
+    text = run("report", tmp_path, "--terminal").stdout
+    assert "\nand 2 older ones\n" in text
+
+
+def test_text_sums_up_what_noted_saves_cost(tmp_path: Path) -> None:
+    observer = JsonLinesObserver(tmp_path / "events.jsonl")
+    with CheckpointManager(tmp_path, observe=observer) as manager:
+        manager.save(1, {"w": 1.0})
+    assert "\n1 noted save: " in run("report", tmp_path, "--terminal").stdout
+
+
+def test_page_goes_into_a_directory_and_replaces_no_link(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", [10])
+    (tmp_path / "out").mkdir()
+    page = tmp_path / "out" / "report.html"
+    assert run("report", tmp_path / "run", "-o", tmp_path / "out").stdout.startswith(f"{page}  ")
+    page.unlink()
+    page.symlink_to(tmp_path / "elsewhere")
+    assert run("report", tmp_path / "run", "-o", tmp_path / "out").exit_code == 13
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_text_of_an_empty_directory_has_no_table(tmp_path: Path) -> None:
+    text = run("report", tmp_path, "--terminal").stdout
+    assert "0 checkpoints: none" in text
+    assert "STEP" not in text
+
+
 def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)

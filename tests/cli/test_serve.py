@@ -109,3 +109,27 @@ def test_watch_that_ends_at_once_serves_nothing(tmp_path: Path) -> None:
     result = run("watch", tmp_path, "--serve", "0", "--once")
     assert result.exit_code == 2
     assert "--serve needs a watch that goes on" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "host"), [("/", "[::1"), ("/", ""), ("http://[::1/", "localhost")]
+)
+def test_request_that_names_no_page_of_this_machine_is_refused(path: str, host: str) -> None:
+    with ReportServer("0", {"/": lambda: "page"}) as server:
+        port = int(server.url.rpartition(":")[2].rstrip("/"))
+        assert ask(port, path, host=host)[0] in (404, 421)
+
+
+def test_address_of_all_networks_answers_under_any_name() -> None:
+    with ReportServer("0.0.0.0:0", {"/": lambda: "page"}) as server:
+        port = int(server.url.rpartition(":")[2].rstrip("/"))
+        assert ask(port, host="node7.example") == (200, "page")
+
+
+def test_address_of_version_6_is_shown_in_brackets() -> None:
+    try:
+        server = ReportServer("[::1]:0", {"/": lambda: "page"})
+    except UsageProblem:
+        pytest.skip("this machine has no IPv6")
+    with server:
+        assert server.url.startswith("http://[::1]:")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.integrations import openssf
 from ckptmgr.integrations.openssf import bundle_path
 from tests.cli.running import run, run_json
 from tests.support.saved import flip, save_run
@@ -67,3 +68,23 @@ def test_verify_mentions_bundles_that_are_there(tmp_path: Path) -> None:
         bundle.touch()
     assert run_json("verify", tmp_path)["summary"]["bundles"] == [str(b) for b in bundles]
     assert f"{bundles[1]}: an OpenSSF bundle, not checked here" in run("verify", path).stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "printed"), [((), "signs net-1_10.ckpt"), (("-q",), ""), (("--json",), "bundle")]
+)
+def test_bundle_is_as_readable_as_what_it_signs_or_replaces(
+    option: tuple[str, ...], printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The package is in another lane; what is done with its answer is the subject here.
+    monkeypatch.setattr(openssf, "sign_bundle", lambda path, source: b"bundle")
+    (path,) = save_run(tmp_path, [10])
+    path.chmod(0o440)
+    bundle = bundle_path(path)
+    result = run("sign", path, "--private-key", SOURCE, *option)
+    assert (result.exit_code, printed in result.stdout) == (0, True)
+    assert str(bundle) in result.stdout
+    assert (bundle.read_bytes(), bundle.stat().st_mode & 0o777) == (b"bundle", 0o640)
+    bundle.chmod(0o644)
+    assert run("sign", path, "--private-key", SOURCE, "--force").exit_code == 0
+    assert bundle.stat().st_mode & 0o777 == 0o644

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from ckptmgr import (
     save_state,
 )
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.permissions import inherit_directory_mode, share_lease
 from ckptmgr.parallel.mindspore.outputs import write_small_file
 from tests.cli.running import run
 from tests.parallel.ranks import Meeting, Seat, run_ranks
@@ -207,6 +209,36 @@ def test_directory_without_a_mode_follows_the_umask(tmp_path: Path) -> None:
     with umask(0o027):
         OsFileSystem().make_directory(tmp_path / "a", mode=None)
     assert mode_of(tmp_path / "a") == 0o750
+
+
+def test_group_of_another_directory_gets_nothing(tmp_path: Path) -> None:
+    parent = os.stat_result((0o40775, 0, 0, 0, 0, os.getgid() + 1, 0, 0, 0, 0))
+    (tmp_path / "trash").mkdir()
+    for name in ("trash", "lease"):
+        if name == "lease":
+            (tmp_path / name).touch(mode=0o600)
+        descriptor = os.open(tmp_path / name, os.O_RDONLY)
+        try:
+            (inherit_directory_mode if name == "trash" else share_lease)(descriptor, parent)
+        finally:
+            os.close(descriptor)
+    assert [mode_of(tmp_path / name) for name in ("trash", "lease")] == [0o705, 0o600]
+
+
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EPERM, False), (errno.EIO, True)])
+def test_file_system_without_permission_bits_is_used_as_it_is(
+    number: int, is_raised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(descriptor: int, mode: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    with (
+        umask(0o077),
+        pytest.raises(OSError, match="error") if is_raised else nullcontext(),
+    ):
+        OsFileSystem().make_directory(tmp_path / "a", mode=0o750)
+    assert (tmp_path / "a").is_dir()
 
 
 @pytest.mark.parametrize(
