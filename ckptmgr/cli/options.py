@@ -51,7 +51,7 @@ def check_path(text: object) -> None:
 
 
 def check_place(text: object) -> None:
-    """Raise UsageProblem for what is neither a path nor an address; see `check_path`."""
+    """Raise UsageProblem for text that is neither a path nor an address; see `check_path`."""
     if text == "":
         raise UsageProblem("a path is empty", hint="write . for this directory")
     if isinstance(text, str) and is_misplaced_key(text):

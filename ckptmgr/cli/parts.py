@@ -23,10 +23,10 @@ class Chooser(Protocol):
 def chooser(
     part: str | None, subset: str | None, sample: str | None, environment: Mapping[str, str]
 ) -> Chooser | None:
-    """Return what the options choose; None where none is given.
+    """Return the choice of the options; None where none is given.
 
     Raises:
-        UsageProblem: A text names no part or share; or `auto`, and the environment tells no index.
+        UsageProblem: A text names no part or share; or `auto`, and the environment gives no index.
     """
     from ckptmgr.maintenance.parts import Part, parse_part, parse_share, part_of_job, sampled
 

@@ -36,7 +36,7 @@ _MOST_DEPTH = 16
 class Entry:
     """A checkpoint of a listing; `foreign` if another tool wrote it, `run` the newest of its line.
 
-    `past` is what an earlier `verify` found.
+    `past` is the result of an earlier `verify`.
     """
 
     checkpoint: Checkpoint
@@ -47,7 +47,7 @@ class Entry:
 
     @property
     def state(self) -> str:
-        """Its state, or what an earlier check found, if that is worse."""
+        """Its state, or the result of an earlier check, if that is worse."""
         one = self.checkpoint
         is_sound = one.is_countable or one.is_emergency or one.state is State.PLAIN
         if self.past is not None and self.past.is_bad and is_sound:

@@ -2,8 +2,8 @@
 """Plain directories under a key of the environment: `ls`, `inspect` and `verify` show them as plain.
 
 A key in the environment is there for all directories of a user, and says nothing about this one.
-Where a command only shows, and nothing in a directory is encrypted or authenticated, that is what
-it shows. Commands that decide something, and `--key`, stay strict.
+Where a command only shows, and nothing in a directory is encrypted or authenticated, it shows
+that. Commands that decide something, and `--key`, stay strict.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def policy_in(
     series: str | None = None,
     by_series: bool = False,
 ) -> RetentionPolicy | PolicyOf:
-    """Return the policy as `load_policy`, or else the function that finds what the runs recorded.
+    """Return the policy as `load_policy`, or else the function that finds recorded policies.
 
     `found` is the listing, where the caller has just made it.
 

@@ -144,7 +144,7 @@ class ProgressLine:
 
 
 def _elided(label: str, columns: int) -> str:
-    """Return a label of at most so many columns; its end tells checkpoints apart."""
+    """Return a label of at most `columns` columns; its end distinguishes checkpoints."""
     columns = max(columns, _LEAST_LABEL)
     return label if len(label) <= columns else f"...{label[3 - columns :]}"
 

@@ -50,7 +50,7 @@ def prune_remote(
         view.result(proposal, None)
         return Exit.NO if check and proposal.dropped else Exit.DONE
     dropped = render.counted(len(proposal.dropped), "checkpoint")
-    # Also without checkpoints to remove: there may be what an interrupted removal left.
+    # Also without checkpoints to remove: there may be leftovers of an interrupted removal.
     is_empty = proposal.is_empty
     if not (is_empty or yes) and not options.confirm(
         f"Remove {dropped} for good?", refusal=UnsafePrune

@@ -82,7 +82,7 @@ def print_markdown(report: RunReport) -> None:
 
 
 def print_text(output: Output, report: RunReport) -> None:
-    """Print what is worth a look, and the newest checkpoints."""
+    """Print the main findings, and the newest checkpoints."""
     output.line(Cell(str(report.directory), "bold"))
     for one in _sentences(report):
         output.line(one)

@@ -11,7 +11,7 @@ from ckptmgr.policy.lines import RunLine, short_run
 
 
 def are_as_series(lines: Sequence[RunLine]) -> bool:
-    """Return whether each line is one series and each series one line: its name tells them apart."""
+    """Return whether each line is one series and each series one line: its name is unique."""
     names = [name for line in lines for name in line.series]
     return len(names) == len(set(names)) == len(lines)
 

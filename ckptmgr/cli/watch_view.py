@@ -294,5 +294,5 @@ def _or_dash(value: float | None, shown: Callable[[float], str]) -> str:
 
 
 def _elided(text: str, width: int) -> str:
-    """Return a name of at most `width` characters; its end tells series apart."""
+    """Return a name of at most `width` characters; its end distinguishes series."""
     return text if len(text) <= width else f"...{text[len(text) - width + 3 :]}"

@@ -87,7 +87,7 @@ def check_file_mode(value: object) -> int:
     Raises:
         TypeError: It is no integer.
         ValueError: It has other bits than r and w, lets others write, not the owner read, or grants
-            a class more than the one before it; tells `640` from `0o640`.
+            a class more than the one before it; distinguishes `640` from `0o640`.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"file_mode must be an int such as 0o640, but got {value!r}")

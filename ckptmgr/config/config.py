@@ -15,7 +15,7 @@ in which it checks them. Differences:
 * A run never changes the configuration. MindSpore counts in the shared `append_dict`, so that a
   second callback with the same configuration continues the counts of the first.
 * The key is in no message and no repr, and the configuration is not pickled with one.
-* `keep=` takes any retention policy, as text or value; `save_only_kept=` saves only what it keeps.
+* `keep=` takes any retention policy, as text or value; `save_only_kept=` saves no others.
 
 >>> config = CheckpointConfig(save_checkpoint_steps=100, keep="last(3) | best(2, loss, min)")
 >>> config.save_policy()
@@ -72,7 +72,7 @@ _OPTIONS = ("incremental", "enable_redundance")
 
 
 class _TrueByDefault:
-    """Default that stands for True and can be told from a given True."""
+    """Default that stands for True and can be distinguished from a given True."""
 
     def __repr__(self) -> str:
         return "True"

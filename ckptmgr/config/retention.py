@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a configuration keeps: checks of `keep` and of `save_only_kept`."""
+"""Retention of a configuration: checks of `keep` and of `save_only_kept`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of a `CheckpointConfig` that a surface which takes one cannot honour.
 
-An option has its effect on a surface, or the surface refuses it by name at construction. What is
-left at its default is never refused.
+An option has its effect on a surface, or the surface refuses it by name at construction. An
+option at its default is never refused.
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ class Checkpoint:
     tags: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
-        """Return what tells it from others; `dataclasses.asdict` has everything."""
+        """Return the fields that identify it; `dataclasses.asdict` has everything."""
         return short_repr(
             self,
             path=str(self.path),

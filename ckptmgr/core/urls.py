@@ -46,5 +46,5 @@ def _refuse(path: object) -> NoReturn:
 
 def _shown(path: object) -> str:
     text = os.fspath(path) if isinstance(path, os.PathLike) else str(path)
-    # What is before an @ may be a password.
+    # The text before an @ may be a password.
     return re.sub(r"//[^/@]*@", "//...@", str(text))

@@ -191,7 +191,7 @@ def load_state(
 
     Args:
         path: The file, under any name; or its address in an object store, such as
-            `s3://bucket/run/ckpt-1.ckpt`, of which only what is needed is requested.
+            `s3://bucket/run/ckpt-1.ckpt`, of which only the needed ranges are requested.
         into: Restore into this state, built as for a fresh start; arrays are filled in place. None
             returns new objects, each of the kind that was saved: torch tensors come back as such.
         only: Name, or names, of entries of the dict that was saved: only these are read and

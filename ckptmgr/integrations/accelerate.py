@@ -13,7 +13,7 @@ with AcceleratorCheckpoints(accelerator, "runs/digits") as checkpoints:
         checkpoints.step_end(step := step + 1, metrics={"loss": loss.item()})
 ```
 
-* The state is what was prepared and registered here, the loss scale, the counter of `accumulate`,
+* The state is all prepared and registered objects, the loss scale, the counter of `accumulate`,
   and the gradients, where a step ends in the middle of an accumulation.
 * `batches` gives the loader its epoch number, its order and its place: `CheckpointManager.batches`.
 """
@@ -44,7 +44,7 @@ _KINDS = ("models", "optimizers", "schedulers", "registered")
 
 
 class AcceleratorCheckpoints:
-    """Saves, prunes and resumes what an `Accelerator` trains; a context manager around the loop.
+    """Saves and resumes the training of an `Accelerator`, and prunes; a context manager around it.
 
     Args:
         accelerator: The accelerator, of one process.
@@ -135,7 +135,7 @@ class AcceleratorCheckpoints:
             self._note("registered", one)
 
     def resume(self, *, start: Literal["newest", "new"] = "newest") -> Resumption:
-        """Restore the newest checkpoint into what was prepared; see `CheckpointManager.resume`.
+        """Restore the newest checkpoint into the prepared objects; see `CheckpointManager.resume`.
 
         Raises:
             RuntimeError: Nothing was prepared, or objects were registered with the accelerator.

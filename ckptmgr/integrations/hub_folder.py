@@ -78,7 +78,7 @@ def _pairs(weights: object, index: Path) -> Iterator[tuple[str, str]]:
 
 
 def _existing(path: Path, key: object) -> Path:
-    """Return the path of a file or of its container; where there are both, what the key is for."""
+    """Return the path of a file or of its container; of both, the container if there is a key."""
     sealed = path.with_name(path.name + CONTAINER_SUFFIX)
     for one in (path, sealed) if key is None else (sealed, path):
         if one.exists():

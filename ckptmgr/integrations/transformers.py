@@ -328,7 +328,7 @@ def from_pretrained(
 def _made(
     cls: Any, config: Any, weights: Mapping[str, Any], directory: Path | None, **options: Any
 ) -> Any:
-    """Return a model with these weights, and what the directory says about its generation."""
+    """Return a model with these weights, and the generation settings of the directory."""
     if not hasattr(cls, "config_class") or cls.config_class is None:  # an Auto class
         with torch.device("meta"):
             cls = type(cls.from_config(config))

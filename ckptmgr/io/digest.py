@@ -90,7 +90,7 @@ def checked_ranges(source: Source, digest: FileDigest, *, path: str) -> Iterator
     Unlike a `VerifyingSource` it yields the bytes that the digest leaves out, too: for copies.
 
     Raises:
-        CorruptCheckpoint: The source does not match the digest; what was yielded before matches.
+        CorruptCheckpoint: The source does not match the digest; bytes yielded before match.
     """
     check_size(source.size, digest, path=path)
     for index in range(len(digest.ranges)):

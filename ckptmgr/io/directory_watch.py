@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that changed in a directory, as the kernel reports them (inotify).
 
-A modification time could not tell the changes of others from those of this process, and not two
+A modification time could not separate changes of others from those of this process, nor two
 changes within one tick of the clock. The kernel reports every change on this host before the call
 that made it returns. Not watched are file systems that other hosts can change, and those that are
 unknown here. The kernel reports a change of content under the name through which it is made: not

@@ -5,12 +5,12 @@
 |---|---|
 | data, manifest | that of the data files |
 | small files that are replaced as a whole: notes, records of checks | the same for group and others, 0600 for the owner |
-| the checkpoint directory | 0700, and for group and others what they may do with the files (x where r) |
+| the checkpoint directory | 0700, and for group and others their rights on the files (x where r) |
 | folders in it: trash, quarantine, records | those of the directory, without w for others |
 | leases | 0600; 0660 where the group may write to the directory |
 
 No umask changes them. A lease is not for those who only read: flock needs no write permission, so
-everybody who can open a lease could stop the run.
+any user who can open a lease could stop the run.
 """
 
 from __future__ import annotations

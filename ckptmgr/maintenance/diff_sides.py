@@ -37,7 +37,7 @@ class Side(Protocol):
 
     @property
     def values(self) -> Mapping[str, StateValue]:
-        """What is stored beside the tensors, by path."""
+        """Stored values beside the tensors, by path."""
         ...
 
     @property

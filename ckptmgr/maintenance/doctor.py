@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a directory before a run, or after trouble: can it be saved to and resumed from?
 
-Every check is a `Finding`; none raises. What the disk checks write is removed again.
+Every check is a `Finding`; none raises. Files that the disk checks write are removed again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Finding:
         check: Name of the check.
         grade: `ok`; `warn` where work goes on; `fail` where saves or resumes will; `skip` where it
             could not be checked.
-        message: What was checked and found.
+        message: The check and its result.
         hint: The way out, or None.
         figures: Numbers, with their units in the names.
     """
@@ -80,7 +80,7 @@ def check_space(store: Store, found: Sequence[Checkpoint]) -> Finding:
 
 
 def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
-    """Count what interrupted saves left, and what is in the trash."""
+    """Count the leftovers of interrupted saves, and the batches in the trash."""
     left = [one for one in found if one.state is State.LEFTOVER]
     writing = [one for one in found if one.state is State.WRITING]
     size = sum(one.size_bytes for one in left)
@@ -178,7 +178,7 @@ def check_keys(describe: Callable[[], Sequence[str]], found: Sequence[Checkpoint
 def check_versions(
     required: Sequence[str] | None = None, version_of: Callable[[str], str] = metadata.version
 ) -> Finding:
-    """Compare the installed dependencies with what the package asks for."""
+    """Compare the installed dependencies with the requirements of the package."""
     try:
         wanted = required if required is not None else metadata.requires("ckptmgr") or ()
     except metadata.PackageNotFoundError:

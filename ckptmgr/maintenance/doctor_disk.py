@@ -34,7 +34,7 @@ class _Probe:
 
 
 def check_disk(fs: FileSystem, directory: Path, *, now_s: float) -> Iterator[Finding]:
-    """Yield the findings about a directory; what was written is removed, also after an error."""
+    """Yield the findings about a directory; probe files are removed, also after an error."""
     # Listings know such names: if this process is killed, they show what it left.
     token = ProcProcesses().token()
     temp, final, lock = (

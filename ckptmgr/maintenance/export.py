@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedWeights:
-    """What an export wrote.
+    """Result of an export.
 
     Attributes:
         directory: The new directory; that of the file if another format was asked for.
@@ -62,7 +62,7 @@ class ExportedWeights:
         ties: Further names of tensors, as tied weights have, each with the name in a file.
         left_out: Names of stored texts, which are no weights.
         parts: First parts of the names, where they have several, such as `net` and `optimizer`.
-        is_verified: Whether a seal, digests or a CRC32 verified what was read.
+        is_verified: Whether a seal, digests or a CRC32 verified the bytes read.
         is_one_file: Whether another format was asked for, and not the layout of the Hub.
     """
 

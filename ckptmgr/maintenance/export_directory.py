@@ -3,9 +3,9 @@
 
 * The files are written into `.NAME.export-RANDOM.new` beside the target NAME, which it becomes by a
   rename. An earlier export is renamed to `.NAME.export-RANDOM.old` before that, and removed after.
-* A lease on NAME in the parent directory excludes other exports to it. So what is there under such
-  names when an export begins was left by one that was killed. It is removed; an earlier export whose
-  place is empty gets that back first.
+* A lease on NAME in the parent directory excludes other exports to it. So entries under such
+  names when an export begins are leftovers of a killed one. They are removed; an earlier export
+  whose place is empty gets that back first.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def export_file(
         target: The output, in an existing directory.
         format: `ckpt` or `safetensors`.
         only: The part of the state that is written, whose name its tensors lose; None writes all
-            values under their names, with what is needed to load the state again.
+            values under their names, with the metadata to load the state again.
         options: The key, and which files are accepted.
         force: Whether an existing target may be replaced.
         clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
@@ -113,7 +113,7 @@ class _Content:
         specs = [reader.spec(name) for name in names]
         if only is None:
             known = {*names}
-            # MindSpore marks its int4 in the metadata; the writer does that anew.
+            # MindSpore marks its int4 in the metadata; the writer does that again.
             self._metadata = {k: v for k, v in reader.metadata.items() if k not in known}
             self.ties = {k: v for k, v in self._metadata.items() if v in known and k != _FORMAT}
             self.tensors = [Tensor(spec=one, content=reader.content(one.name)) for one in specs]

@@ -167,7 +167,7 @@ def plan_export(
         for name, spec in stored.items()
         if name in chosen
     ]
-    ties.pop("format", None)  # readers take this entry as what the file is for
+    ties.pop("format", None)  # readers take this entry as the framework of the file
     return ExportPlan(files=_named(_shards(tensors, max_shard_bytes)), ties=ties)
 
 

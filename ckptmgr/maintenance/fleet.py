@@ -2,7 +2,7 @@
 """Verification of a directory in parts, by the workers of a cluster engine.
 
 `verify_part` is the pure function that an engine carries out for each `PartToVerify`; `combined`
-makes one answer of what the engine returned. Both are the same for every engine, which schedules.
+makes one answer of the engine's results. Both are the same for every engine, which schedules.
 A task holds the sources of keys, which the worker reads, and never a key.
 """
 

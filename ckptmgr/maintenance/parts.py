@@ -61,7 +61,7 @@ def part_of_job(environment: Mapping[str, str], count: int | None = None) -> Par
     `count` is needed where the environment has the index alone, as in Kubernetes.
 
     Raises:
-        ValueError: There is no index, or no count; names what was looked for.
+        ValueError: There is no index, or no count; names the missing value.
     """
     if "SLURM_ARRAY_TASK_ID" in environment:
         names = ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_STEP")  # fmt: skip

@@ -43,7 +43,7 @@ _PREFIX, _SUFFIX = "checks-", ".jsonl"
 _TEMP_OF = f"{_PREFIX}new{_SUFFIX}"
 _MAX_BYTES = 1 << 26
 _MAX_LINE_BYTES = 1 << 14
-_GROWTH = 2  # a file that is larger than twice what is merged into it stays as it is
+_GROWTH = 2  # a file that is larger than twice the records merged into it stays as it is
 _LEVELS = [level.value for level in Level]
 _REMEMBERED = (Status.OK, Status.PLAIN, Status.PARTIAL, Status.DAMAGED, Status.MISSING)
 _STATUSES = [status.value for status in _REMEMBERED]
@@ -60,7 +60,7 @@ class PastCheck:
         at: When it was made, UTC.
         level: How thorough it was.
         status: Its `Status`.
-        problem: What was wrong; None where nothing was.
+        problem: The problem; None where there was none.
     """
 
     at: datetime
@@ -208,7 +208,7 @@ def recorder(store: Store, *, at: datetime) -> Iterator[Recorder]:
 
 
 def recall(store: Store, checkpoints: Collection[Checkpoint]) -> dict[str, PastCheck]:
-    """Return what is remembered about checkpoints as they are now, by name."""
+    """Return the past checks of checkpoints as they are now, by name."""
     records = _all_records(store) if checkpoints else {}
     found: dict[str, PastCheck] = {}
     for one in checkpoints:

@@ -147,8 +147,8 @@ def propose(
 
     Where something would go, the newest one that would stay is verified; without a key, a container
     with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
-    `stays` which checkpoints must stay. `policy` may be a function: of what it has none for, nothing
-    goes. `found` is the listing, where the caller has just made it;
+    `stays` which checkpoints must stay. `policy` may be a function: checkpoints
+    that it has none for stay. `found` is the listing, where the caller has just made it;
     `carry_out` lists again.
 
     Raises:

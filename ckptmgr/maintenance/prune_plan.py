@@ -62,7 +62,7 @@ class Counted:
 def counted_together(
     found: Sequence[Checkpoint], *, series: str | None = None, by_series: bool = False
 ) -> list[Counted]:
-    """Return what a policy counts together: the lines of runs, or each series by itself.
+    """Return the groups that a policy counts together: the lines of runs, or each series by itself.
 
     `series` leaves out the checkpoints of all others. The order is that of the names of the series
     that were saved in first, of equal names the line that committed last first.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removal of checkpoints that a user named: into the trash, or for good.
 
-What must not go by accident is refused by name: pinned checkpoints, and the newest good one of each
+Protected checkpoints are refused by name: pinned ones, and the newest good one of each
 line of runs, which a resume would take. Under the leases both are looked at once more.
 """
 

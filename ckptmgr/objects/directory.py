@@ -10,8 +10,8 @@
   that request the checkpoint does not exist, afterwards it is whole. Different checkpoints never
   have a data object in common, so no upload can damage another one.
 * Removing: the manifest, then the data.
-* Data without a manifest is what an interrupted upload or removal left; `sweep` removes it when it
-  is older than `LEFTOVER_AGE`.
+* Data without a manifest is a leftover of an interrupted upload or removal; `sweep` removes it when
+  it is older than `LEFTOVER_AGE`.
 
 A crash between two requests leaves a whole checkpoint or leftovers. `docs/decisions/` has the
 reasons.
@@ -116,7 +116,7 @@ class RemoteDirectory:
                 if not self._is_there(manifest):
                     raise
             for file, entry in zip(files, entries, strict=True):
-                # A sweep that listed before this upload may have removed what was left of another.
+                # A sweep that listed before this upload may have removed leftovers of another.
                 if self.objects.find(data_key(manifest, entry)) is None:
                     self._put(manifest, entry, file)
         return True

@@ -292,7 +292,7 @@ class _LocalObjects(ObstoreObjects):
 
     @_store.setter
     def _store(self, _: None) -> None:
-        """Take what the class above sets."""
+        """Ignore the store that the base class sets."""
 
 
 def _first_line(error: Exception) -> str:

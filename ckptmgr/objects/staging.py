@@ -59,7 +59,7 @@ def prepare_staging(directory: Path) -> None:
 
 
 def clear(store: Store) -> None:
-    """Remove what a killed run has staged; its lease must be held."""
+    """Remove the staged files of a killed run; its lease must be held."""
     for name in store.fs.names(store.directory):
         if not name.startswith("."):  # a lease, or a note
             unlink_if_present(store.fs, store.directory / name)

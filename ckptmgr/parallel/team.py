@@ -34,7 +34,7 @@ class Team:
         sharing: Deduplication; None when each rank writes all that it holds.
         slicer: Finds the leaves of the state of this rank that are slices; None for one process.
         has_layout: Whether it is known how tensors are cut over the ranks.
-        placement: What a parallel context says of this process; None without one.
+        placement: Place of this process in a parallel context; None without one.
         strategy: The strategy file to write beside the checkpoints, or None.
     """
 

@@ -93,7 +93,7 @@ class GrowingHistory:
                 index.remove(key, checkpoint)
 
     def dropped(self, now: datetime, *, protected: Mapping[Path, str]) -> list[Checkpoint] | None:
-        """Return what `plan` drops, newest first, or None if only `plan` can tell.
+        """Return what `plan` drops, newest first, or None if only `plan` can decide.
 
         A dropped checkpoint is dropped again at the next call while it is there.
         """

@@ -39,7 +39,7 @@ class PassedOver(NamedTuple):
 
 
 def needs_history(policy: RetentionPolicy, new: Checkpoint) -> bool:
-    """Return whether earlier checkpoints can matter: not where each rule ranks by what is missing."""
+    """Return whether earlier checkpoints can matter: not if each rule ranks by a missing metric."""
     return any(not isinstance(r, Best) or r.value_of(new) is not None for r in policy.rules)
 
 

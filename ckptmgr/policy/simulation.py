@@ -46,7 +46,7 @@ class Simulation:
 
 
 def simulate(history: Sequence[Checkpoint], policy: RetentionPolicy, now: datetime) -> Simulation:
-    """Return what a run with this policy would have kept of the checkpoints of one line of runs.
+    """Return the result of a run with this policy that saved the checkpoints of one line of runs.
 
     Where a rule `best` has no metric yet, the newest stay in its place, as in a run. At the end the
     policy is applied once more, at `now`.
@@ -93,7 +93,7 @@ def _dropped(
     *,
     is_explained: bool,
 ) -> list[Verdict]:
-    """Return the verdicts about what goes after a save; `plan` explains them, and is slower."""
+    """Return the verdicts of checkpoints that go after a save; `plan` explains them, but slowly."""
     dropped = growing.dropped(saved.saved_at, protected={})
     if dropped is not None and not (dropped and is_explained):
         why = Reason(rule=str(policy), detail=f"went after the save of step {saved.step}")

@@ -143,7 +143,7 @@ class MirrorUploads:
         self._is_of_parent = True
 
     def follow(self, handle: SaveHandle) -> SaveHandle:
-        """Upload what a save commits; return its handle with the future of the upload."""
+        """Upload the checkpoint of a save; return its handle with the future of the upload."""
         if self._is_of_parent:
             return handle
         done: Future[str] = Outcome()
@@ -159,7 +159,7 @@ class MirrorUploads:
         return replace(handle, mirrored=done)
 
     def catch_up(self) -> None:
-        """Upload what an earlier run of this series has saved, but not uploaded."""
+        """Upload the checkpoints that an earlier run of this series has saved, but not uploaded."""
         if self._is_of_parent:
             return
         with self._changed:
@@ -319,7 +319,7 @@ class MirrorUploads:
         return [one for one in present if one.run_id in runs and one.series == self._writer.series]
 
     def _find_missing(self) -> None:
-        """Add what is here and whole, but not there, as far as the policy of the mirror keeps it."""
+        """Add the intact local checkpoints that the mirror lacks and that its policy keeps."""
         there = set(self.directory.names())
         with self._changed:
             there |= {one.checkpoint.name for one in self._waiting}
@@ -342,7 +342,7 @@ class MirrorUploads:
         return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
 
     def _retain(self) -> None:
-        """Apply the policy of the mirror to what is there; a failure is logged."""
+        """Apply the policy of the mirror to its checkpoints; a failure is logged."""
         policy = self._mirror.policy
         if policy is None:
             return

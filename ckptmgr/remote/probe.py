@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find out what an object store guarantees, by trying it in a prefix that is removed afterwards."""
+"""Find out the guarantees of an object store: try them in a prefix that is removed afterwards."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Finding:
 
     Attributes:
         check: Its name.
-        is_ok: Whether the store does what is needed; None where either answer will do.
-        detail: What was seen.
+        is_ok: Whether the store behaves as needed; None where either answer will do.
+        detail: The observation.
     """
 
     check: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def probe(objects: Objects) -> list[Finding]:
-    """Return what was found; the objects are removed again, as far as the store allows.
+    """Return the findings; the objects are removed again, as far as the store allows.
 
     Raises:
         OSError: The store cannot be reached, or does not let us write.

@@ -12,7 +12,7 @@ from ckptmgr.store.store import Store
 
 
 def prune_now(directory: RemoteDirectory, listing: Store, proposal: Proposal) -> PruneResult:
-    """Remove what a plan drops for good, and old data that no manifest names.
+    """Remove the dropped checkpoints of a plan for good, and old data that no manifest names.
 
     A line that has changed since the plan, or fails, is left alone and named in `failures`.
     """

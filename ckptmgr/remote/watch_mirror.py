@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mirror of watched directories: one thread uploads what a watch has verified, the newest first.
+"""Mirror of watched directories: one thread uploads verified checkpoints, the newest first.
 
 It only reads in the directories, so live runs of others may write there. An upload that is given up
-leaves data that the next one uses; what is at the mirror is listed before the first upload, so a
+leaves data that the next one uses; the mirror is listed before the first upload, so a
 restart goes on where the last watch stopped. After a failure, the requests for that directory are
 tried again after pauses that double.
 """
@@ -176,7 +176,7 @@ class WatchMirror:
             )
 
     def stop(self) -> None:
-        """Give up what is being uploaded; the next watch goes on with it."""
+        """Give up the current upload; the next watch goes on with it."""
         with self._changed:
             self.is_stopping = True
             self._changed.notify_all()
@@ -271,7 +271,7 @@ class WatchMirror:
         )
 
     def _failed(self, place: _Place, one: Checkpoint | None, error: Exception) -> Upload | None:
-        """Return what a failure means; None: the checkpoint is gone, or is being replaced."""
+        """Return the end of a failed attempt; None: the checkpoint is gone, or is being replaced."""
         is_gone = isinstance(error, FileNotFoundError) and not is_url(error.filename)
         if is_gone or isinstance(error, BlockingIOError):
             return None
@@ -305,7 +305,7 @@ class WatchMirror:
         return dropped
 
     def _retain(self, place: _Place) -> tuple[tuple[Checkpoint, ...], str | None]:
-        """Apply the policy of the mirror to what is there; return what went, or why it failed."""
+        """Apply the policy of the mirror; return the removed checkpoints, or why it failed."""
         if self._keep is None:
             return (), None
         try:

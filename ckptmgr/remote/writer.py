@@ -35,7 +35,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RemoteWriter(SeriesWriter):
-    """The writer of a series at an address; `store` is the folder here, `listing` what is there."""
+    """Writer of a series at an address; `store` is the folder here, `listing` the remote one."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RemoteWriter(SeriesWriter):
         )
 
     def open(self) -> None:
-        """Take the lease of the folder here, and remove what a killed run has left in it.
+        """Take the lease of the folder here, and remove leftovers of a killed run in it.
 
         Raises:
             SaveFailed: The process was forked since the manager was made.
@@ -79,18 +79,18 @@ class RemoteWriter(SeriesWriter):
         super().open()
 
     def clean_up(self) -> list[str]:
-        """Remove what a killed run has left here; return one sentence per action."""
+        """Remove leftovers of a killed run here; return one sentence per action."""
         sentences = super().clean_up()
         clear(self.store)
         return sentences
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
-        """Continue the run of a checkpoint; what is there now counts as saved before this run."""
+        """Continue the run of a checkpoint; present checkpoints count as saved before this run."""
         super().continue_from(checkpoint, manifest)
         self._highest = _highest(self._of_series(self.listing.scan()))
 
     def start_anew(self) -> None:
-        """Begin beside what is there now, which counts as saved before this run."""
+        """Begin beside the present checkpoints, which count as saved before this run."""
         super().start_anew()
         self._highest = _highest(self._of_series(self.listing.scan()))
 

@@ -260,7 +260,7 @@ def is_manifest(leftover: Checkpoint) -> bool:
 class RunCandidates(ABC, Generic[_Loaded]):
     """The checkpoints of a directory that belong to a run of `prefix`, newest first.
 
-    With `allow_bare`, or with keys and leave to read what they do not prove, also its files without
+    With `allow_bare`, or with keys and leave to read unauthenticated files, also its files without
     manifests, after the checkpoints that have one.
 
     Attributes:

@@ -249,7 +249,7 @@ class SeriesWriter:
     def start_anew(self) -> None:
         """Record that this run continues none of the present checkpoints, because it was asked to.
 
-        What it has saved so far counts as that of another run.
+        Its checkpoints so far count as those of another run.
         """
         if self._last_saved is not None:
             self.run_id = uuid.uuid4().hex

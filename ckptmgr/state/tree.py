@@ -14,8 +14,8 @@ A state is any nesting of
 Its arrays become named tensors that every file format can hold; everything else becomes one line of
 JSON, the skeleton.
 
-* What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys
-  and their order.
+* The loaded state is equal: types, dtypes (also those that no file format knows), NaN and -0.0,
+  keys and their order.
 * Arrays that share memory share it again (tied weights); the shared bytes are stored once. One
   list, dict, set, bytearray, generator or object in several places is one again.
 * A value that cannot be stored is refused with its path. Nothing in a skeleton is ever imported or
@@ -119,7 +119,7 @@ def _flattened(state: object, slicer: Slicer | None) -> FlatState:
 def check_storable(state: object) -> None:
     """Raise UnsupportedState, with the path, if a state has a value that cannot be stored.
 
-    No `state_dict()` is called: what is in its result is found by `flatten`.
+    No `state_dict()` is called: `flatten` finds the objects in its result.
     """
     Flattener(is_dry=True).walk(state)
 

@@ -6,8 +6,8 @@ to the own process, `terminate` SIGTERM, `interrupt` SIGINT. `nan` lets the run 
 all metrics of that step.
 
 As a server, the process imports each program once, and forks for each run: an import of torch takes
-longer than a run. What the first run of a program imported later, the server imports then. A run
-that succeeded ends without tearing down its modules, which takes longer, too.
+longer than a run. The server then also imports the modules that the first run of a program
+imported later. A run that succeeded ends without tearing down its modules, which takes longer, too.
 """
 
 from __future__ import annotations

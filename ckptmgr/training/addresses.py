@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run whose directory is the address of an object store: what has no effect there is refused."""
+"""A run at the address of an object store: options without effect there are refused."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class ModelCheckpoint(TrainingHooks):
             chooses the unused prefix for all ranks.
         layout: Name of a parameter to its layout over the ranks; the network holds slices.
         rank_timeout_s: As for `CheckpointManager`, as are the next three.
-        keep_redundancy: Copies of what is the same on several ranks.
+        keep_redundancy: Copies of tensors that are the same on several ranks.
         balance: How the ranks share the bytes.
         context: Rank, directory, layout and strategy files, as MindSpore's context says them.
         clock: Seconds since the epoch.

@@ -95,7 +95,7 @@ class _Noted(NamedTuple):
 
 
 class _AtSave(NamedTuple):
-    """What a pass sets the generators to, once its loader stands where it stood at the save."""
+    """Generator states that a pass sets, once its loader stands where it stood at the save."""
 
     random: Mapping[str, Any]
     generators: Mapping[str, Any]

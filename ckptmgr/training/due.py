@@ -32,8 +32,8 @@ _Place = tuple[int, float]
 class DueSaves:
     """Decides about saves at the ends of steps and of the training, the same on all ranks.
 
-    With `only_kept` a due save is passed over unless one of its rules would keep it. What was passed
-    over counts for the intervals of the save policy as if it had been saved, unless a metric was
+    With `only_kept` a due save is passed over unless one of its rules would keep it. A save passed
+    over counts for the intervals of the save policy as if it had been made, unless a metric was
     missing: then each later step is due until one has it. The first save after a rollback that gave
     up saves is never passed over, nor are those at the end, on preemption and on exceptions.
 

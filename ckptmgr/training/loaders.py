@@ -24,7 +24,7 @@ from ckptmgr.state.random import build_generator, generator_kind, generator_stat
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
 _MAX_DEPTH = 3
-_MOST_ARRAYS, _MOST_NUMBERS = 8, 16  # of a batch, that tell it from another one
+_MOST_ARRAYS, _MOST_NUMBERS = 8, 16  # of a batch, that distinguish it from others
 _EPOCHS = ("epoch", "iteration", "_epoch")
 
 

@@ -44,7 +44,7 @@ class Plane:
 
 
 def head_size(planes: int) -> int:
-    """Return the length of the head of a frame of so many planes."""
+    """Return the length of the head of a frame of `planes` planes."""
     return _HEAD.size + planes * _PLANE.size
 
 

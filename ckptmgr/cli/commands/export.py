@@ -24,7 +24,7 @@ _SHOWN = 5
 
 
 def _checked_format(_: click.Context, __: click.Parameter, format: str | None) -> str | None:
-    """Return a format; an error does not repeat what is given, as --to of reencrypt takes keys."""
+    """Return a format; an error does not repeat the input, as --to of reencrypt takes keys."""
     if format is not None and format not in FORMATS:
         raise UsageProblem("--to is no format", hint=f"write {' or '.join(FORMATS)}")
     return format

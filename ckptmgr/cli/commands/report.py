@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr report`: what a run saved and kept, why, and at what cost."""
+"""`ckptmgr report`: saved and kept checkpoints of a run, why, and at what cost."""
 
 from __future__ import annotations
 

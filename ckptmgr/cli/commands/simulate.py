@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr simulate`: what a retention policy would have kept."""
+"""`ckptmgr simulate`: checkpoints that a retention policy would have kept."""
 
 from __future__ import annotations
 

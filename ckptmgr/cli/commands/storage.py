@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr storage probe`: what an object store guarantees."""
+"""`ckptmgr storage probe`: guarantees of an object store."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class OpenCheckpoint:
 
     @property
     def entries(self) -> Sequence[CkptEntry]:
-        """What is in it, in the order that users see; `index.entries` are in file order."""
+        """Its entries, in the order that users see; `index.entries` are in file order."""
         if isinstance(self.index, CkptIndex):
             return self.index.entries
         return in_listed_order(self.index.entries)

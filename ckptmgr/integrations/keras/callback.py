@@ -212,7 +212,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             done = saved["batch"]
             GlobalRandom().load_state_dict(saved["epoch_random" if done else "random"])
             self._epoch_start = self._step - done
-            put_counts(self._counting, saved["counts"])  # `on_train_begin` of each has begun anew
+            put_counts(self._counting, saved["counts"])  # `on_train_begin` of each has begun again
             if done:
                 self._batches.skip(dict(self.model.get_metrics_result()))
             else:

@@ -51,7 +51,7 @@ class TrainFunction:
         self._metrics = None
 
     def begin_epoch(self) -> None:
-        """Look whether the data begin anew with the next batch."""
+        """Look at the next batch whether the data begin again."""
         self._epochs += 1
         self._is_first = True
         self._before = _draws()
@@ -82,7 +82,7 @@ class TrainFunction:
             yield batch
 
     def _check_is_new_pass(self, data: object) -> None:
-        """Warn once of data that go on from one epoch to the next: a resumed run begins them anew."""
+        """Warn once of data that go on over epochs: a resumed run begins with their first batch."""
         self._is_first = False
         is_same = data is self._iterator if self._takes_iterator else self._before == _draws()
         self._iterator = data if self._takes_iterator else None

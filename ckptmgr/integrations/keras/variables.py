@@ -67,7 +67,7 @@ def values_of(variables: Sequence[Any]) -> dict[str, np.ndarray[Any, Any]]:
 def pairs_of(
     part: str, variables: Sequence[Any], stored: Mapping[str, Any]
 ) -> list[tuple[Any, Any]]:
-    """Return the variables with their values; numbers in names depend on what was made before."""
+    """Return the variables with their values; numbers in names depend on layers made before."""
     found = {one.path: one for one in variables}
     if found.keys() != stored.keys():
         here, there = ({_NUMBER.sub("", path): 0 for path in paths} for paths in (found, stored))

@@ -3,7 +3,7 @@
 
 Only public names of Lightning are used. The state is the dictionary of `trainer.save_checkpoint`,
 which the trainer hands to the `CheckpointIO` of its strategy: during a fit that is one of ours, which
-keeps what the callback asked for, and passes everything else on.
+keeps the state that the callback asked for, and passes everything else on.
 
 When a step is saved, each rule found by failing:
 
@@ -12,7 +12,7 @@ When a step is saved, each rule found by failing:
   was saved before it, so that early stopping and random numbers would be others.
 * At the last batch of an epoch in `on_train_epoch_end`, after the hooks and the validation.
 * Random numbers are put back at the start of the epoch, or at the first batch: between the load
-  and that, the loaders are made, such as of a random split, and draw what they draw at each start.
+  and that, the loaders are made, such as of a random split, with the same draws at each start.
 """
 
 from __future__ import annotations
@@ -333,9 +333,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             )
         checkpoint = restored(_checked(found.state, name))
         self._random = random.state_dict()
-        random.load_state_dict(
-            of_start
-        )  # what the program draws for its data is that of each start
+        random.load_state_dict(of_start)  # the program draws for its data as at each start
         self._is_resumed = True
         self._ended_step = self._saved_step = found.step
         self._metrics = found.metrics

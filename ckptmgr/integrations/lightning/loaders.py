@@ -62,7 +62,7 @@ class TrainingLoaders:
         self._batches: list[Batches[Any]] = []
 
     def begin(self) -> None:
-        """Number the loaders anew: Lightning asks for all of them again."""
+        """Number the loaders from zero: Lightning asks for all of them again."""
         self._batches = []
 
     def stand_in(self, loader: Any) -> TrainingLoader:

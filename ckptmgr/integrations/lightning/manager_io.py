@@ -22,7 +22,7 @@ class ManagerIO:
         register(type(self))
 
     def taken(self, trainer: Any) -> dict[str, Any]:
-        """Return what the trainer saves."""
+        """Return the checkpoint that the trainer saves."""
         try:
             trainer.save_checkpoint(SCHEME, weights_only=False)
             if self._taken is None:
@@ -37,7 +37,7 @@ class ManagerIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, *args: Any, **options: Any
     ) -> None:
-        """Keep what the manager asked for; write everything else."""
+        """Keep the checkpoint that the manager asked for; write all others."""
         if str(path) == SCHEME:
             self._taken = checkpoint
         else:

@@ -3,8 +3,8 @@
 
 `from mindspore.train import Model, ModelCheckpoint` becomes
 `from ckptmgr.integrations.mindspore.train import Model, ModelCheckpoint`; the same goes for
-`mindspore` and `mindspore.parallel`. Names of `__all__` are ours, with MindSpore's objects: what is
-loaded are parameters, where `ckptmgr` itself returns NumPy arrays. All other names are MindSpore's
+`mindspore` and `mindspore.parallel`. Names of `__all__` are ours, with MindSpore's objects: loads
+return parameters, where `ckptmgr` itself returns NumPy arrays. All other names are MindSpore's
 own. `docs/mindspore.md` lists the differences.
 """
 

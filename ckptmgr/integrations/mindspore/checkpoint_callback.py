@@ -284,7 +284,7 @@ class _StepRandom(GlobalRandom):
         self._taken = super().state_dict()
 
     def state_dict(self) -> dict[str, object]:
-        """Return what was remembered, or else the present states."""
+        """Return the remembered states, or else the present ones."""
         return super().state_dict() if self._taken is None else self._taken
 
     def put_back(self) -> None:

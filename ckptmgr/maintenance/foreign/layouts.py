@@ -70,7 +70,7 @@ class Layout:
         metrics: Metrics of an entry.
         takes_files: Whether a checkpoint may be a file, whose name ends in `.ckpt`.
         takes_others: Whether entries with other names are listed, too.
-        most_looked_at: How many entries are looked at to tell whether the tool is at work here.
+        most_looked_at: How many entries are looked at to decide whether the tool is at work here.
         has_own_names: Whether no other program uses such names: beside a checkpoint of the tool,
             an entry that holds nothing yet is one, too.
     """

@@ -28,7 +28,7 @@ class ForeignCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether its save ended, as far as the layout tells."""
+        """Whether its save ended, as far as the layout shows."""
         return self.checkpoint.state is State.COMPLETE
 
 
@@ -69,5 +69,5 @@ class Folder(Protocol):
         ...
 
     def link(self, name: str) -> str | None:
-        """Return the name in this directory that a link leads to; None for what is no such link."""
+        """Return the name in this directory that a link leads to; None for any other entry."""
         ...

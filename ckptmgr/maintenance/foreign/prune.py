@@ -6,8 +6,8 @@ one, these stay whatever the policy says: those that a note of the tool points a
 which use up no slot, and entries whose names are not understood. Where anything would go, the
 newest that would stay is checked first (`foreign.check`); one that is damaged counts as incomplete.
 
-A note that cannot be read, or that names nothing in the directory, stops the prune: what it
-protects is not known.
+A note that cannot be read, or that names nothing in the directory, stops the prune: the
+checkpoints that it protects are not known.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _checked_plan(
 
 
 def _damage(store: Store, listing: ForeignListing, path: Path) -> str | None:
-    """Return what is wrong with a complete checkpoint, or None.
+    """Return the problem of a complete checkpoint, or None.
 
     Raises:
         OSError: A passing error of the disk.

@@ -99,7 +99,7 @@ def throw_away(store: Store, names: Sequence[str], into: Path) -> list[OSError]:
 
 
 def restore(store: Store, batch: ForeignBatch) -> tuple[list[ForeignCheckpoint], list[str]]:
-    """Move a batch back, durably; return what is restored, and the names that are taken.
+    """Move a batch back, durably; return the restored checkpoints, and the names that are taken.
 
     Raises:
         StoreLocked: Another process moves things.
@@ -174,7 +174,7 @@ def _move(fs: FileSystem, names: Sequence[str], source: Path, target: Path) -> l
 
 
 def _empty(fs: FileSystem, folder: Path) -> None:
-    """Remove what is in a held directory."""
+    """Remove the entries of a held directory."""
     for name, status in fs.list(folder).items():
         if status.is_directory:
             with fs.hold_directory(folder / name):

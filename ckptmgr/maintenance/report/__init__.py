@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report about a directory: what is kept and why, what saves cost, what failed."""
+"""Report about a directory: kept checkpoints and why, costs of saves, failures."""

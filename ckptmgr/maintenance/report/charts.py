@@ -17,7 +17,7 @@ from ckptmgr.observe.events import Event
 WIDTH, HEIGHT = 720, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 14, 26
 _APART = 18
-_MOST_MARKS = 1500  # more cannot be told apart, and make the page slow
+_MOST_MARKS = 1500  # more cannot be distinguished, and make the page slow
 _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, Fate.GONE: 3.0}
 _DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 

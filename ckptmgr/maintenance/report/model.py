@@ -51,8 +51,8 @@ class Entry:
         path: Its file.
         run_id: The newest run of its line; None for files of no run, and where it is unknown.
         saved_at: When the save was acknowledged, UTC.
-        state: Its state in the directory; the fate for what is not in there.
-        why: What keeps it, how near each rule came, or what is wrong with it.
+        state: Its state in the directory; the fate for one that is not in there.
+        why: What keeps it, how near each rule came, or its problem.
         verified_at: When it was verified last, as far as events and the results of `verify` say.
     """
 

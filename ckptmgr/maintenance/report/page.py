@@ -200,7 +200,7 @@ def _table(report: RunReport) -> Iterable[str]:
 
 
 def space_sentences(report: RunReport) -> list[str]:
-    """Return what is used, what is free, and when the disk will be full."""
+    """Return the used space, the free space, and when the disk will be full."""
     space = report.space
     used = f"{decimal(space.kept_bytes)} in checkpoints"
     if space.trash_bytes:

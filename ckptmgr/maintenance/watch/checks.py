@@ -37,5 +37,5 @@ class Check:
 
 
 def result_of(check: Check | None) -> tuple[Status, str] | None:
-    """Return what a check found, or None without one."""
+    """Return the result of a check, or None without one."""
     return None if check is None else (check.status, check.problem)

@@ -45,7 +45,7 @@ class Memory:
         self._written: Passed | None = None
 
     def read(self) -> Passed:
-        """Return what the file remembers.
+        """Return the content of the file.
 
         Raises:
             CkptmgrError: It is something else, or another user could have written it.

@@ -19,7 +19,7 @@ from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, Seen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """End of an attempt to mirror a checkpoint, or to list what is at the mirror.
+    """End of an attempt to mirror a checkpoint, or to list the mirror.
 
     Attributes:
         directory: The watched directory.
@@ -29,7 +29,7 @@ class Upload:
         checkpoint: The checkpoint; None when listing.
         problem: Why it failed; of an upload that did not, why retention there failed; else None.
         seconds: How long it took.
-        removed: What the policy of the mirror removed there.
+        removed: Checkpoints that the policy of the mirror removed there.
     """
 
     directory: Path
@@ -62,7 +62,7 @@ class Uploads(Protocol):
         ...
 
     def stop(self) -> None:
-        """Give up what is being uploaded; the next watch goes on with it."""
+        """Give up the current upload; the next watch goes on with it."""
         ...
 
 
@@ -94,7 +94,7 @@ class MirrorState:
         return None if is_over else "not mirrored yet"
 
     def took(self, at: float, upload: Upload) -> list[Report]:
-        """Take the end of an attempt; return what it did."""
+        """Take the end of an attempt; return its reports."""
         one = upload.checkpoint
         self._problem = None if upload.outcome == "refused" else upload.problem
         if one is None or upload.outcome == "failed":

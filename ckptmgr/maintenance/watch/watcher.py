@@ -176,7 +176,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
 
     @property
     def _lost(self) -> list[Path]:
-        """The directories that could not be listed, of whose return the kernel tells nothing."""
+        """The directories that could not be listed, of whose return the kernel does not report."""
         return [path for path in self._places if path not in self._deaf]
 
     def _pause(self, tick_s: float | None) -> float:
@@ -220,7 +220,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                 yield from self._retain(path, is_poll=is_poll)
 
     def _follow(self, path: Path) -> list[Report]:
-        """Ask the kernel for changes; return a note where it does not tell all."""
+        """Ask the kernel for changes; return a note where it does not report all."""
         before, why = self._deaf.get(path), self._changes.follow(path)
         self._deaf[path] = why
         if why is None or why == before:
@@ -252,7 +252,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         return self._settings.uploads is None or self._settings.uploads.is_settled
 
     def _mirror(self) -> Iterator[Report]:
-        """Hand on what was verified, and take what was uploaded."""
+        """Hand on verified checkpoints, and take the ends of uploads."""
         at, uploads = self._clock(), self._settings.uploads
         if uploads is None:
             return

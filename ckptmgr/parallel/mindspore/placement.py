@@ -206,7 +206,7 @@ class Placement:
         """Return a layout with the optimizer shard that the context gives it.
 
         One that it has is kept: MindSpore chooses another size where the given one does not divide
-        the copies. A strategy file has no shapes, which would tell what is too small for a shard.
+        the copies. A strategy file has no shapes, which would show tensors too small for a shard.
         """
         size = layout.opt_shard_size
         if self.is_sharded is False and size:

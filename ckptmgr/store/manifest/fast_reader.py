@@ -3,7 +3,7 @@
 
 A manifest of one file in exactly the layout that `codec.encode` writes, without proofs, pins and
 `replaces`, and in printable ASCII, is matched by one expression. Everything else is left to
-`codec.decode`, which alone finds errors. So what is read here is what `decode` would return.
+`codec.decode`, which alone finds errors. So the result here equals that of `decode`.
 """
 
 from __future__ import annotations

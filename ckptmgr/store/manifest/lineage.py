@@ -7,8 +7,8 @@ match the link.
 
 The links cannot show normal changes: checkpoints that retention removed, a run that continued from
 an older one, a name that was written again later. Nor can they show that the newest checkpoints
-were removed, or that an old copy of the whole directory was restored: for that the user states what
-must exist (`Expected`).
+were removed, or that an old copy of the whole directory was restored: for that the user states the
+required checkpoints (`Expected`).
 """
 
 from __future__ import annotations
