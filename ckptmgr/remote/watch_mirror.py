@@ -271,7 +271,7 @@ class WatchMirror:
         )
 
     def _failed(self, place: _Place, one: Checkpoint | None, error: Exception) -> Upload | None:
-        """Return the end of a failed attempt; None: the checkpoint is gone, or is being replaced."""
+        """Return the end of a failed attempt; None: the checkpoint is gone or being replaced."""
         is_gone = isinstance(error, FileNotFoundError) and not is_url(error.filename)
         if is_gone or isinstance(error, BlockingIOError):
             return None
