@@ -39,6 +39,7 @@ engines = pytest.mark.parametrize("engine", ENGINES)
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """A cluster of Ray on this machine."""
+    ray.shutdown()  # that of other tests in this process
     ray.init(
         num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000
     )

@@ -101,7 +101,11 @@ def test_probe_finds_what_is_needed_and_versions(
     assert ("lifecycle rule" in result.stdout) == has_versions
 
 
-def test_of_many_writers_that_create_one_object_one_wins(new_bucket: Callable[..., str]) -> None:
+def test_of_many_writers_that_create_one_object_one_wins(
+    store: str, new_bucket: Callable[..., str]
+) -> None:
+    if store == "moto":
+        pytest.skip("moto looks and writes in two steps: now and then two win")
     from ckptmgr.objects.requests import open_objects
 
     url = new_bucket()
