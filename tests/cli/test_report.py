@@ -249,7 +249,11 @@ def test_results_of_verify_are_in_the_report(tmp_path: Path) -> None:
     flip(first, -1)
     assert run("verify", tmp_path).exit_code == 1
     damaged, sound = run_with_schema("report", tmp_path)["items"]
-    assert (damaged["state"], damaged["verified_at"]) == ("damaged", None)
+    assert (damaged["state"], damaged["fate"], damaged["verified_at"]) == (
+        "damaged",
+        "damaged",
+        None,
+    )
     assert damaged["why"][0].startswith("verify found it damaged: ")
     assert (sound["state"], sound["verified_at"] is None) == ("ok", False)
     assert "verified last: no record" not in run("report", tmp_path, "--terminal").stdout

@@ -239,6 +239,7 @@ def _entry(
     if checkpoint.problem is not None and not any(checkpoint.problem in one for one in why):
         why.insert(0, checkpoint.problem)
     if past is not None and past.is_bad:
+        fate = Fate.DAMAGED
         why.insert(0, f"verify found it {past.status}: {past.problem or 'no reason is recorded'}")
     return Entry(
         path=checkpoint.path,

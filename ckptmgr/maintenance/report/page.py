@@ -27,8 +27,8 @@ _LEGEND = {
     Fate.KEPT: "● kept",
     Fate.GOES: "○ here, the policy would drop it",
     Fate.DAMAGED: "✕ damaged",
-    Fate.TRASH: "● in the trash",
-    Fate.GONE: "● gone",
+    Fate.TRASH: "• in the trash",
+    Fate.GONE: "• gone",
 }
 _STYLE = """
 :root { color-scheme: light dark; --back: #fff; --text: #1f2328; --dim: #59636e; --line: #d1d9e0;
