@@ -159,12 +159,12 @@ def test_entry_that_is_no_file_is_no_record(tmp_path: Path) -> None:
 
 
 def test_records_of_removed_checkpoints_go(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20])
+    save_run(tmp_path, [10, 20, 30])
     run("verify", tmp_path)
-    run("prune", tmp_path, "--keep", "last(1)", "--yes", "--now")
-    assert remembered(tmp_path) == ["net-1_10.ckpt", "net-2_10.ckpt"]
+    run("prune", tmp_path, "--keep", "last(2)", "--yes", "--now")
+    assert remembered(tmp_path) == ["net-1_10.ckpt", "net-2_10.ckpt", "net-3_10.ckpt"]
     run("verify", tmp_path)
-    assert remembered(tmp_path) == ["net-2_10.ckpt"]
+    assert remembered(tmp_path) == ["net-2_10.ckpt", "net-3_10.ckpt"]
 
 
 def test_check_of_one_checkpoint_keeps_what_is_known_of_the_others(tmp_path: Path) -> None:
