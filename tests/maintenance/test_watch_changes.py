@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import queue
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,3 +146,21 @@ def test_as_many_events_as_the_kernel_keeps_count_as_a_loss(
 def test_unknown_limit_is_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_QUEUE_LIMIT", tmp_path / "none")
     assert module._queue_limit() == 16384
+
+
+def test_wait_of_a_day_blocks_for_a_second_at_a_time(
+    changes: Changes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+
+    class Queue:
+        def get(self, timeout: float) -> None:
+            waited.append(timeout)
+            if len(waited) == 3:  # what the handler of a signal does
+                raise KeyboardInterrupt
+            raise queue.Empty
+
+    monkeypatch.setattr(changes, "_queue", Queue())
+    with pytest.raises(KeyboardInterrupt):
+        changes.wait(86400.0)
+    assert waited == [1.0] * 3

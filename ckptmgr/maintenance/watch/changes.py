@@ -53,6 +53,7 @@ _EVENTS: list[type[FileSystemEvent]] = [
     DirDeletedEvent,
 ]
 _QUIET_S = 0.02
+_SLICE_S = 1.0
 _MOST_S = 0.5
 
 
@@ -149,7 +150,7 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
         deadline = None
         while deadline is None or time.monotonic() < deadline:
             try:
-                one = self._queue.get(timeout=max(0.0, timeout_s))
+                one = self._next(timeout_s)
             except queue.Empty:
                 break
             if deadline is None:
@@ -167,6 +168,17 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
             if is_removed and parse_temp(name) is not None:
                 batch.removed_temps.setdefault(directory, []).append(name)
         return batch
+
+    def _next(self, timeout_s: float) -> tuple[Path, str, bool] | _Wake | None:
+        """Return the next change.
+
+        In slices: a signal that comes just before Python blocks is handled when it wakes.
+        """
+        while timeout_s > _SLICE_S:
+            timeout_s -= _SLICE_S
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=_SLICE_S)
+        return self._queue.get(timeout=max(0.0, timeout_s))
 
 
 def leads_to_listing(name: str, *, is_removed: bool) -> bool:
