@@ -112,7 +112,7 @@ def _sentences(report: RunReport) -> Iterator[str]:
             f"{render.counted(len(report.saves), 'noted save')}: {seconds:.3g} s each until durable,"
             f" training held up for {held_up:.3g} s in all"
         )
-    yield from space_sentences(report)
+    yield from space_sentences(report.space)
     if report.unreadable_event_count:
         yield f"{render.counted(report.unreadable_event_count, 'line')} of the file of events not readable"
 

@@ -16,6 +16,8 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.event_log import JsonLinesObserver
+from ckptmgr.maintenance.report.model import Space
+from ckptmgr.maintenance.report.page import space_sentences
 from tests.cli.running import run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import flip, overwrite, save_run, tree_of
@@ -315,3 +317,18 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_forecast_of_the_disk_is_spelled_out_for_ten_years(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])  # an hour apart
+    text = run("report", tmp_path, "--markdown").stdout
+    assert "every 60 min the disk is full in more than 10 years, if nothing is removed" in text
+    near = Space(
+        kept_bytes=5,
+        trash_bytes=0,
+        free_bytes=500,
+        save_bytes=5,
+        interval_s=3600.0,
+        most_bytes=None,
+    )
+    assert "the disk is full in 4 days, if nothing is removed" in space_sentences(near)[-1]

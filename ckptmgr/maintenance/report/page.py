@@ -15,13 +15,15 @@ from ckptmgr.maintenance.report.charts import (
     shown,
     space_chart,
 )
-from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
+from ckptmgr.maintenance.report.model import Entry, Fate, RunReport, Space
 
 MARK = "<!-- ckptmgr report -->"
 """First line of every page, by which a later report knows that it may replace the file."""
 
 _MOST_ROWS = 2000
 _MOST_METRICS = 6
+_FORECAST_S = 10 * 365 * 86_400.0
+"""Forecasts beyond this length are not spelled out, in seconds."""
 _BAD = ("corrupt", "missing", "damaged")
 _LEGEND = {
     Fate.KEPT: "● kept",
@@ -144,7 +146,7 @@ def _saves(report: RunReport) -> Iterable[str]:
 
 def _space(report: RunReport) -> Iterable[str]:
     yield "<h2>Space</h2>"
-    for sentence in space_sentences(report):
+    for sentence in space_sentences(report.space):
         yield f"<p>{shown(sentence)}</p>"
     if len(report.used) > 1:
         yield _figure(
@@ -199,9 +201,8 @@ def _table(report: RunReport) -> Iterable[str]:
         yield f'<p class="dim">the newest {_MOST_ROWS:,} of {len(report.entries):,}; --csv has all</p>'
 
 
-def space_sentences(report: RunReport) -> list[str]:
+def space_sentences(space: Space) -> list[str]:
     """Return the used space, the free space, and when the disk will be full."""
-    space = report.space
     used = f"{decimal(space.kept_bytes)} in checkpoints"
     if space.trash_bytes:
         used += f", {decimal(space.trash_bytes)} in the trash"
@@ -212,9 +213,12 @@ def space_sentences(report: RunReport) -> list[str]:
             f"the policy keeps {decimal(space.most_bytes)} at most, if all are as large as the newest"
         )
     elif space.full_in_s is not None and space.save_bytes and space.interval_s is not None:
+        full_in_s = space.full_in_s
+        # A pace of today says nothing of a far year.
+        when = span(full_in_s) if full_in_s < _FORECAST_S else f"more than {span(_FORECAST_S)}"
         sentences.append(
             f"at one save of {decimal(space.save_bytes)} every {span(space.interval_s)} the disk is full in"
-            f" {span(space.full_in_s)}, if nothing is removed"
+            f" {when}, if nothing is removed"
         )
     return sentences
 
