@@ -15,7 +15,7 @@ from ckptmgr.cli.exits import escape
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
-from ckptmgr.maintenance.report.page import space_sentences, verified
+from ckptmgr.maintenance.report.page import space_sentences, step_text, verified
 from ckptmgr.observe.events import Event
 from ckptmgr.observe.log import decimal_size
 
@@ -127,7 +127,7 @@ def _failures(report: RunReport) -> Iterator[str]:
 
 def _cells(one: Entry, report: RunReport) -> list[str]:
     return [
-        str(one.step),
+        step_text(one.step),
         render.timestamp(one.saved_at),
         decimal_size(one.size_bytes),
         *(render.number(one.metrics.get(name)) for name in report.metrics),

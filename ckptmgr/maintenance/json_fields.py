@@ -63,8 +63,10 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
 
 def verification_json(answer: Verification) -> dict[str, Json]:
     """Return the JSON fields of one result of `verify`."""
+    known = checkpoint_json(answer.checkpoint)
     return {
-        **checkpoint_json(answer.checkpoint),
+        **known,
+        "step": known["step"] if answer.has_step else None,
         "status": answer.status.value,
         "problems": list(answer.problems),
         "checked": list(answer.checked),

@@ -13,6 +13,7 @@ import pytest
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.foreign.layouts import LAYOUTS
 from tests.cli.running import key_file, run, run_json
+from tests.cli.schemas import run_with_schema
 from tests.cli.test_prune import Terminal
 from tests.support.foreign import (
     GOLDEN,
@@ -96,6 +97,14 @@ def test_checkpoint_of_dcp_with_any_name_is_listed_without_a_step(tmp_path: Path
         "alone: no step in its name, so prune never touches it"
         in run("ls", tmp_path / "run").stdout
     )
+
+
+def test_checkpoint_of_dcp_with_any_name_is_verified_without_a_step(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN / "dcp/alone", tmp_path / "run/alone")
+    (item,) = run_with_schema("verify", tmp_path / "run")["items"]
+    assert (item["format"], item["step"]) == ("dcp", None)
+    line, _ = map(json.loads, run("verify", "--jsonl", tmp_path / "run").stdout.splitlines())
+    assert line["step"] is None
 
 
 def test_directory_that_is_one_checkpoint_is_listed_as_one(tmp_path: Path) -> None:

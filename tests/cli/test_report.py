@@ -136,6 +136,22 @@ def test_failed_save_and_damaged_checkpoint_are_failures(tmp_path: Path) -> None
     assert "1 line of the file of events not readable" in text
 
 
+def test_checkpoint_whose_step_is_not_known_has_none_on_every_surface(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", [7])
+    overwrite(tmp_path / "runs/net-1_7.ckpt.manifest.json", b"{")
+    (item,) = run_with_schema("report", tmp_path / "runs")["items"]
+    assert item["step"] is None
+    assert run("report", tmp_path / "runs", "--csv").stdout.splitlines()[1].startswith(",")
+    assert "| - |" in run("report", tmp_path / "runs", "--markdown").stdout
+    page = tmp_path / "r.html"
+    assert run("report", tmp_path / "runs", "-o", page).exit_code == 0
+    assert "Checkpoints" not in page_of(page).texts
+    assert "net-1_7.ckpt" in page_of(page).texts
+    save_run(tmp_path / "runs", [8])
+    assert run("report", tmp_path / "runs", "-o", page).exit_code == 0
+    assert page_of(page).tags.count("circle") == 1
+
+
 def test_time_of_the_last_verification_comes_from_events(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
     event = {

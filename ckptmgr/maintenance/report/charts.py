@@ -33,25 +33,28 @@ def shown(text: str) -> str:
 def metric_chart(
     entries: Sequence[Entry], metric: str | None, most_marks: int = _MOST_MARKS
 ) -> str:
-    """Return the checkpoints by step, on the curve of a metric; without one, on a line."""
-    chosen = _thinned(entries, most_marks)
-    values = [(one, _value(one, metric)) for one in chosen]
-    known = [value for _, value in values if value is not None]
+    """Return the checkpoints by step, on the curve of a metric; without one, on a line.
+
+    At least one of them has a step; the others are left out.
+    """
+    chosen = _thinned([one for one in entries if one.step is not None], most_marks)
+    values = [(one.step or 0, _value(one, metric), one) for one in chosen]
+    known = [value for _, value, _ in values if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
-    steps = [one.step for one in chosen]
+    steps = [step for step, _, _ in values]
     x = _scale(min(steps), max(steps), _LEFT, WIDTH - _RIGHT)
     base = HEIGHT - _BOTTOM if known else HEIGHT / 2  # of those without the metric
     y = _scale(low, high, base - _APART, _TOP)
-    points = [(x(one.step), y(value), one) for one, value in values if value is not None]
+    points = [(x(step), y(value)) for step, value, _ in values if value is not None]
     parts = []
     if known:
-        line = " ".join(f"{at:.1f},{up:.1f}" for at, up, _ in sorted(points, key=lambda p: p[0]))
+        line = " ".join(f"{at:.1f},{up:.1f}" for at, up in sorted(points, key=lambda p: p[0]))
         parts.append(f'<polyline class="curve" points="{line}"/>')
         parts += [_label(_LEFT - 6, y(one) + 4, f"{one:.4g}", "end") for one in {low, high}]
     parts += [_label(x(one), HEIGHT - 6, f"{one:,}", "middle") for one in {min(steps), max(steps)}]
     parts += [
-        _mark(x(one.step), base if value is None else y(value), one, metric)
-        for one, value in values
+        _mark(x(step), base if value is None else y(value), one, metric)
+        for step, value, one in values
     ]
     title = "checkpoints by step" if metric is None else f"{metric} by step"
     return _svg(title, parts)

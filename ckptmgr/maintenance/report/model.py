@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State, Verdict
+from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.past_checks import PastCheck, recall
 from ckptmgr.maintenance.prune_plan import (
     Counted,
@@ -50,6 +51,7 @@ class Entry:
     Attributes:
         path: Its file.
         run_id: The newest run of its line; None for files of no run, and where it is unknown.
+        step: Its step; None where it is not known.
         saved_at: When the save was acknowledged, UTC.
         state: Its state in the directory; the fate for one that is not in there.
         why: What keeps it, how near each rule came, or its problem.
@@ -59,7 +61,7 @@ class Entry:
     path: Path
     series: str
     run_id: str | None
-    step: int
+    step: int | None
     saved_at: datetime
     size_bytes: int
     metrics: Mapping[str, float]
@@ -176,7 +178,7 @@ def make_report(
     ]
     entries += [_entry(one, one.run_id, Fate.TRASH, checks) for one in thrown]
     entries += _gone(own, {one.path.name for one in entries})
-    entries.sort(key=lambda one: (one.saved_at, one.step))
+    entries.sort(key=lambda one: (one.saved_at, one.step or 0))
     return RunReport(
         directory=store.directory,
         made_at=now,
@@ -245,7 +247,7 @@ def _entry(
         path=checkpoint.path,
         series=checkpoint.series,
         run_id=run_id,
-        step=checkpoint.step,
+        step=checkpoint.step if has_known_step(checkpoint) else None,
         saved_at=checkpoint.saved_at,
         size_bytes=checkpoint.size_bytes,
         metrics=checkpoint.metrics,
@@ -284,7 +286,7 @@ def _gone(noted: Sequence[Event], present: set[str]) -> list[Entry]:
             path=one.path,
             series=one.series or "",
             run_id=None,
-            step=one.step or 0,
+            step=one.step,
             saved_at=datetime.fromtimestamp(one.at, UTC),
             size_bytes=one.size_bytes,
             metrics=one.metrics,

@@ -95,7 +95,7 @@ def _head(report: RunReport) -> Iterable[str]:
     facts = {"checkpoints": f"{len(here):,}", "on disk": decimal(report.space.kept_bytes)}
     if here:
         newest = here[-1]
-        facts["newest"] = f"step {newest.step:,}"
+        facts["newest"] = newest.path.name if newest.step is None else f"step {newest.step:,}"
         facts["saved"] = age(newest.saved_at, report.made_at)
     if report.policy is not None:
         facts["the policy would drop"] = f"{report.count(Fate.GOES):,}"
@@ -108,7 +108,7 @@ def _head(report: RunReport) -> Iterable[str]:
 
 
 def _checkpoints(report: RunReport) -> Iterable[str]:
-    if not report.entries:
+    if all(one.step is None for one in report.entries):
         return
     yield "<h2>Checkpoints</h2>"
     for metric in report.metrics[:_MOST_METRICS] or (None,):
@@ -157,7 +157,7 @@ def _space(report: RunReport) -> Iterable[str]:
 def _failures(report: RunReport) -> Iterable[str]:
     yield "<h2>Failures</h2>"
     rows = [
-        (one.saved_at, "damaged", str(one.step), f"{one.path.name}: {'; '.join(one.why)}")
+        (one.saved_at, "damaged", step_text(one.step), f"{one.path.name}: {'; '.join(one.why)}")
         for one in report.damaged
     ]
     rows += [
@@ -184,7 +184,7 @@ def _table(report: RunReport) -> Iterable[str]:
     newest_first = report.entries[::-1][:_MOST_ROWS]
     rows = [
         (
-            f"{one.step}",
+            step_text(one.step),
             utc(one.saved_at),
             decimal(one.size_bytes),
             *(number(one.metrics.get(name)) for name in report.metrics),
@@ -240,6 +240,11 @@ def span(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+def step_text(step: int | None) -> str:
+    """Return a step; `-` where it is not known."""
+    return "-" if step is None else str(step)
 
 
 def number(value: float | None) -> str:
