@@ -11,7 +11,7 @@
   have a data object in common, so no upload can damage another one.
 * Removing: the manifest, then the data.
 * Data without a manifest is a leftover of an interrupted upload or removal; `sweep` removes it when
-  it is older than `LEFTOVER_AGE`.
+  it is older than `LEFTOVER_AGE`. Other objects below `data/`, such as a data set, are not ours.
 
 A crash between two requests leaves a whole checkpoint or leftovers. `docs/decisions/` has the
 reasons.
@@ -20,11 +20,13 @@ reasons.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsafeWrite
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import checked_ranges
 from ckptmgr.io.filesystem import InputFile
@@ -45,11 +47,21 @@ LEFTOVER_AGE = timedelta(days=7)
 """Age of data without a manifest from which on no upload is expected to finish it."""
 
 _REUSED_AGE = LEFTOVER_AGE / 2
+_DATA_KEY = re.compile(r"data/([0-9a-f]{64})/[^/]+")
 
 
 def data_key(manifest: Manifest, entry: FileEntry) -> str:
     """Return the key of a data file."""
     return f"{DATA}{manifest.id}/{entry.name}"
+
+
+def id_in(key: str) -> str | None:
+    """Return the id of the checkpoint whose data has this key; None for objects of others.
+
+    >>> id_in("data/imagenet/train.tar")
+    """
+    found = _DATA_KEY.fullmatch(key)
+    return found[1] if found is not None and key.endswith(DATA_SUFFIXES) else None
 
 
 def entries_of(manifest: Manifest) -> tuple[FileEntry, ...]:
@@ -135,7 +147,8 @@ class RemoteDirectory:
         Nothing is removed while a manifest cannot be read: it may name the data.
         """
         before = datetime.fromtimestamp(self._clock(), UTC) - LEFTOVER_AGE
-        old = [one for one in self.objects.list(DATA) if one.modified_at < before]
+        data = [(id_in(one.key), one) for one in self.objects.list(DATA)]
+        old = [(id, one) for id, one in data if id is not None and one.modified_at < before]
         if not old:
             return []
         try:
@@ -143,7 +156,7 @@ class RemoteDirectory:
         except CkptmgrError:
             return []
         ids = {manifest.id for manifest in manifests if manifest is not None}
-        left = [one for one in old if _id_of(one.key) not in ids]
+        left = [one for id, one in old if id not in ids]
         self.objects.delete([one.key for one in left])
         return left
 
@@ -168,10 +181,6 @@ class RemoteDirectory:
     def _put(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> None:
         pieces = checked_ranges(file, entry.digest, path=entry.name)
         self.objects.put(data_key(manifest, entry), pieces, entry.digest.size_bytes)
-
-
-def _id_of(key: str) -> str:
-    return key.removeprefix(DATA).partition("/")[0]
 
 
 def _manifest_bytes(store: Store, name: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileStatus
-from ckptmgr.objects.directory import DATA, LEFTOVER_AGE, RemoteDirectory
+from ckptmgr.objects.directory import DATA, LEFTOVER_AGE, RemoteDirectory, id_in
 from ckptmgr.store.listing import entry_of
 
 _PROBLEM = (
@@ -21,8 +21,8 @@ def leftovers(directory: RemoteDirectory, found: Sequence[Checkpoint]) -> list[C
     named = {one.id for one in found}
     left = []
     for one in directory.objects.list(DATA):
-        id = one.key.removeprefix(DATA).partition("/")[0]
-        if id not in named:
+        id = id_in(one.key)
+        if id is not None and id not in named:
             status = FileStatus(
                 one.size_bytes,
                 one.modified_at.timestamp(),

@@ -30,6 +30,7 @@ from ckptmgr.observe.events import Event
 from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.remote import writer as writers
+from tests.cli.running import run
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, OTHER_KEY, flip
@@ -166,7 +167,7 @@ def test_old_data_of_no_checkpoint_is_removed_once_in_a_run(
 ) -> None:
     url = new_url()
     objects = open_objects(url)
-    objects.put("data/left/ckpt-9.ckpt", [b"x"], 1)
+    objects.put(f"data/{'0' * 64}/ckpt-9.ckpt", [b"x"], 1)
     later = 8 * 86_400.0
 
     class Unlisted(CountedObjects):
@@ -185,6 +186,30 @@ def test_old_data_of_no_checkpoint_is_removed_once_in_a_run(
     assert "not listed" in caplog.text
     assert len(objects.list("data/")) == 2
     assert whole_names(objects, tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "data/imagenet/train.tar",
+        "data/ckpt-9.ckpt",
+        "data/exp.safetensors.manifest.json",
+        f"data/{'0' * 64}/0.parquet",
+        f"data/{'0' * 64}/deeper/ckpt-9.ckpt",
+    ],
+)
+def test_objects_of_others_beside_the_data_of_a_run_are_not_removed(key: str) -> None:
+    url = new_url()
+    objects = open_objects(url)
+    objects.put(key, [b"x"], 1)
+    later = 8 * 86_400.0
+    config = CheckpointConfig(keep="last(1)")
+    with CheckpointManager(url, config, clock=lambda: time.time() + later) as manager:
+        for step in (1, 2):
+            manager.save(step, _state(step))
+    assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
+    assert "leftover" not in run("ls", "--all", url).stdout
+    assert objects.get(key) == b"x"
 
 
 def test_failed_upload_fails_the_save_and_the_next_one_works(

@@ -154,7 +154,7 @@ def test_old_data_that_no_manifest_names_is_removed_with_a_policy(
     tmp_path: Path, start: Start
 ) -> None:
     objects = new_objects()
-    objects.put("data/0/left", [b"x"], 1)
+    objects.put(f"data/{'0' * 64}/left.ckpt", [b"x"], 1)
     (one,) = saved_in(tmp_path, 1)
     uploading = start(objects, keep="last(2)")
     uploading.want(one)
