@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.urls import SCHEMES
+from ckptmgr.core.urls import SCHEMES, without_secrets
 
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
+_ESCAPED = re.compile(r"[\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000  # S3 allows 10,000
@@ -111,23 +112,25 @@ def checked_url(url: object) -> str:
     wanted = ", ".join(f"{scheme}://" for scheme in SCHEMES)
     if found is None or found["scheme"] not in SCHEMES:
         raise ValueError(
-            f"{_without_secrets(url)!r} is no address of an object store; write {wanted} and the place, such as "
+            f"{without_secrets(url)!r} is no address of an object store; write {wanted} and the place, such as "
             "s3://bucket/run, without ? and #; an endpoint of your own is named by AWS_ENDPOINT_URL"
         )
-    if "@" in found["host"]:
+    if "@" in found["host"] or ":" in found["host"]:
         raise ValueError(
-            "the address has a user or a password (not shown): credentials come from the environment, such as "
+            "the address has a user, a password or a port (not shown): an endpoint of your own is named by "
+            "AWS_ENDPOINT_URL, and credentials come from the environment, such as "
             "AWS_ACCESS_KEY_ID, or from the machine's role"
         )
     if not found["host"] and found["scheme"] not in ("file", "memory"):
         raise ValueError(f"{url!r} names no bucket; write {found['scheme']}://bucket/run")
-    if any(part in ("", ".", "..") for part in found["path"].strip("/").split("/")[:-1]):
+    path = found["path"].strip("/")
+    if path and any(part in ("", ".", "..") for part in path.split("/")):
         raise ValueError(f"{url!r} has an empty part, . or .. in its path")
+    if _ESCAPED.search(url):  # the library would take it for another place than messages name
+        raise ValueError(
+            f"{url!r} has a control character or a %XX in it; write the characters themselves, as in s3://bucket/my run"
+        )
     return url.rstrip("/") if found["path"] != "/" or found["host"] else url
-
-
-def _without_secrets(url: str) -> str:
-    return re.sub(r"//[^/@]*@", "//...@", url).partition("?")[0]
 
 
 def open_objects(url: str) -> Objects:

@@ -38,7 +38,20 @@ def test_address_is_taken_without_its_last_slash(url: str) -> None:
         ("s3:///run", "names no bucket"),
         ("s3://bucket/a//b", "empty part"),
         ("s3://bucket/../b", r"\.\. in its path"),
+        ("s3://bucket/a/..", r"\.\. in its path"),
+        ("s3://bucket/.", r"\.\. in its path"),
+        ("s3://bucket/a/%2e%2e/b", "%XX"),
+        ("s3://bucket/a%2Fb", "%XX"),
+        ("s3://bucket/ru\nn", "control character"),
+        ("s3://bucket:9000/run", "AWS_ENDPOINT_URL"),
         ("s3://user:secret@bucket/run", "credentials come from the environment"),
+        ("s3://user:se/secret@bucket/run", "credentials come from the environment"),
+        ("s3://user:se@secret@bucket/run", "credentials come from the environment"),
+        ("s3:/user:secret@bucket/run", "no address of an object store"),
+        ("s3:/user:se/secret@bucket/run", "no address of an object store"),
+        ("S3://user:secret@bucket/run", "no address of an object store"),
+        ("az://container/run?sv=1&sig=secret", "without"),
+        ("az://container/run#sig=secret", "without"),
     ],
 )
 def test_other_address_is_refused_with_the_way_out(url: str, message: str) -> None:
@@ -69,10 +82,19 @@ def test_export_refuses_an_address() -> None:
         export_weights("x.ckpt", _URL)
 
 
-def test_refusal_shows_no_password() -> None:
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://user:secret@bucket/run",
+        "s3://user:se/secret@bucket/run",
+        "https://account.example/container/run?sv=1&sig=secret",
+        "az://container/run#sig=secret",
+    ],
+)
+def test_refusal_shows_no_password(url: str) -> None:
     for make in (CheckpointManager, lambda place: ModelCheckpoint(directory=place)):
         with pytest.raises(ValueError, match="address") as caught:
-            make("s3://user:secret@bucket/run")
+            make(url)
         assert "secret" not in str(caught.value)
 
 
