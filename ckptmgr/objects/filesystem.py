@@ -66,17 +66,24 @@ class RemoteFiles:
         data = {one.key: one for one in self._objects.list(DATA)}
         found = {one.key: one for one in self._objects.list() if one.key.endswith(SUFFIX)}
         known = dict(self._manifests)  # another thread may list, too
-        fresh = [one for one in found.values() if known.get(one.key, (None,))[0] != one]
+        fresh = [
+            one
+            for one in found.values()
+            if known.get(one.key, (None,))[0] != one and one.size_bytes <= MAX_MANIFEST_BYTES
+        ]
         with ThreadPoolExecutor(_READERS) as pool:
             for one, content in zip(fresh, pool.map(self._get, fresh), strict=True):
                 if content is None:
                     del found[one.key]  # removed meanwhile
                 else:
                     known[one.key] = (one, content)
-        self._manifests = {key: known[key] for key in found}
+        manifests = {
+            key: known[key] for key, one in found.items() if known.get(key, (None,))[0] == one
+        }
+        self._manifests = manifests
         entries = {key: _status(one) for key, one in found.items()}
-        for key in found:
-            entries |= self._data_of(key, known[key][1], data)
+        for key, (_, content) in manifests.items():
+            entries |= self._data_of(key, content, data)
         return entries
 
     def status(self, path: Path) -> FileStatus | None:

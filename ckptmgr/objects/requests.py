@@ -16,12 +16,14 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.urls import SCHEMES, without_secrets
 
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
+MOST_GOTTEN_BYTES = 64 << 20
+"""Largest object that is read at once: another tool's may have the name of a manifest."""
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000  # S3 allows 10,000
 _PARTS_IN_FLIGHT = 4  # times _PART_BYTES of memory
@@ -73,7 +75,7 @@ class Objects(Protocol):
         ...
 
     def get(self, key: str) -> bytes:
-        """Return the bytes of a small object."""
+        """Return the bytes of a small object; raise CorruptCheckpoint for any other."""
         ...
 
     def read(self, key: str, offset: int, length: int) -> bytes:
@@ -192,9 +194,15 @@ class ObstoreObjects:
             self._obstore.put(self._store, key, data, mode="create", use_multipart=False)
 
     def get(self, key: str) -> bytes:
-        """Return the bytes of a small object."""
+        """Return the bytes of a small object; raise CorruptCheckpoint for any other."""
         with self._errors(key):
-            return bytes(self._obstore.get(self._store, key).bytes())
+            found = self._obstore.get(self._store, key)
+            if found.meta["size"] <= MOST_GOTTEN_BYTES:
+                return bytes(found.bytes())
+        raise CorruptCheckpoint(
+            f"has {found.meta['size']} bytes, a manifest at most {MOST_GOTTEN_BYTES}",
+            path=f"{self.url}/{key}",
+        )
 
     def read(self, key: str, offset: int, length: int) -> bytes:
         """Return a range of the bytes of an object."""

@@ -107,6 +107,25 @@ def test_damaged_manifest_is_listed_as_corrupt_and_hides_no_other(url: str) -> N
     assert run("copy", f"{url}/net-1_2.ckpt", "nowhere").exit_code == 1
 
 
+def test_huge_object_with_the_name_of_a_manifest_is_corrupt_and_never_read_at_once(
+    tmp_path: Path,
+) -> None:
+    save_run(tmp_path / "runs", [1, 2])
+    url = f"file://{tmp_path}/bucket"
+    assert run("copy", tmp_path / "runs", url).exit_code == 0
+    with (tmp_path / "bucket" / "net-1_3.ckpt.manifest.json").open("wb") as file:
+        file.truncate((64 << 20) + 1)  # sparse
+    states = {one["path"].rpartition("/")[2]: one["state"] for one in run_json("ls", url)["items"]}
+    assert states == {"net-1_1.ckpt": "ok", "net-1_2.ckpt": "ok", "net-1_3.ckpt": "corrupt"}
+    for command in (["verify", url], ["copy", f"{url}/net-1_3.ckpt", tmp_path / "back"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert "a manifest at most" in result.stdout + result.stderr
+    result = run("prune", url, "--keep", "last(1)", "--now", "--yes")
+    assert result.exit_code == 0, result.stderr
+    assert sorted(_names(url)) == ["net-1_2.ckpt", "net-1_3.ckpt"]
+
+
 def test_quarantine_is_refused(url: str) -> None:
     result = run("verify", url, "--quarantine")
     assert result.exit_code == 2
