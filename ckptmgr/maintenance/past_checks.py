@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ _STATUSES = [status.value for status in _REMEMBERED]
 _BAD = (Status.DAMAGED.value, Status.MISSING.value)
 _MOST_PROBLEM = 400
 _MOST_LOOKS = 5
+_MOST_LISTED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,10 +268,16 @@ def _last_word(records: Iterable[_Record]) -> _Record:
 
 
 def _files(store: Store, checkpoint: Checkpoint) -> list[str]:
-    """Return the size and time of each data file; as text, because strict JSON has no fractions."""
+    """Return the size and time of each data file, as text, because strict JSON has no fractions.
+
+    Of many files, as ranks save them, it is one digest: a line has a largest size.
+    """
     paths = [checkpoint.path.with_name(name) for name in checkpoint.shards] or [checkpoint.path]
     found = [store.fs.status(path) for path in paths]
-    return ["-" if one is None else f"{one.size_bytes} {one.modified_at!r}" for one in found]
+    files = ["-" if one is None else f"{one.size_bytes} {one.modified_at!r}" for one in found]
+    if len(files) <= _MOST_LISTED:
+        return files
+    return [f"{len(files)} files {hashlib.sha256(repr(files).encode()).hexdigest()}"]
 
 
 def _record_of(answer: Verification, files: Sequence[str], *, at: datetime) -> _Record:

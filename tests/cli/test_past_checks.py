@@ -5,18 +5,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckptmgr.core.shard_names import shard_name
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.past_checks import FOLDER_NAME, recall, recorder
+from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.maintenance.verify import verify_checkpoint
+from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, key_file, run, run_json
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, flip, save_run
+from tests.support.shard_sets import ATTEMPT, CONTENTS, SET, sharded
 
 IN_A_TENSOR = 126
 
@@ -68,6 +73,25 @@ def test_json_says_what_was_checked_when(tmp_path: Path) -> None:
     (past,) = checked(tmp_path)
     assert past is not None
     assert (past["level"], past["status"], past["problem"]) == ("deep", "ok", None)
+
+
+def test_damage_of_a_checkpoint_of_many_ranks_is_remembered(tmp_path: Path) -> None:
+    names = [
+        shard_name("net-1", rank, world=700, attempt_id=ATTEMPT, format="ckpt")
+        for rank in range(700)
+    ]
+    files = tuple(replace(sharded().shards[0], name=name) for name in names)
+    many = replace(sharded(), file=files[0], shards=files, world_size=len(files))
+    (tmp_path / manifest_name(SET)).write_bytes(encode(many))
+    for name in names:
+        (tmp_path / name).write_bytes(CONTENTS[0])
+    store = Store(tmp_path)
+    (found,) = store.scan()
+    with recorder(store, at=found.saved_at) as kept:
+        kept.note(Verification(checkpoint=found, level=Level.QUICK, status=Status.DAMAGED))
+    assert recall(store, [found])[found.name].is_bad
+    (tmp_path / names[0]).write_bytes(b"another one")
+    assert not recall(store, [found])
 
 
 def test_checkpoint_that_was_saved_again_is_not_called_damaged(tmp_path: Path) -> None:
