@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import re
 import select
 import signal
 import struct
@@ -121,8 +122,9 @@ class Terminal:
         except OSError:  # the command has ended
             return False
         self.raw += data
-        self._stream.feed(data)
-        self.seen.append(self.lines)
+        for part in re.split(rb"(?=\r)", data):  # one read may bring a line and its removal
+            self._stream.feed(part)
+            self.seen.append(self.lines)
         return bool(data)
 
 

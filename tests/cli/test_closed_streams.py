@@ -76,8 +76,8 @@ PRINTING: Mapping[str, Callable[[Path], Arguments]] = {
     "rm": lambda at: ("rm", "10", "--dir", at / "plain", "--dry-run"),
     "simulate": lambda at: ("simulate", "last(1)", at / "plain"),
     "report": lambda at: ("report", at / "plain", "--terminal"),
-    "pin": lambda at: ("pin", "10", "--dir", at / "plain"),
-    "unpin": lambda at: ("unpin", "10", "--dir", at / "plain"),
+    "pin": lambda at: ("pin", "20", "--dir", at / "plain"),  # not 10, which `rm` would refuse then
+    "unpin": lambda at: ("unpin", "20", "--dir", at / "plain"),
     "tag": lambda at: ("tag", "10", "a", "--dir", at / "plain"),
     "watch": lambda at: ("watch", at / "plain", "--once"),
     "config": lambda at: ("config", "show", at / "plain"),

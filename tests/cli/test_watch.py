@@ -30,6 +30,14 @@ def damage(path: Path) -> None:
     overwrite(path, bytes(content))
 
 
+def replace(path: Path, text: str) -> None:
+    """Give a file another text at once; a reader sees the old one or the new one."""
+    new = path.with_name("new.toml")
+    new.write_text(text)
+    new.chmod(0o600)
+    new.rename(path)
+
+
 @pytest.mark.slow
 def test_each_save_of_a_run_is_reported_and_verified_by_the_events_of_its_renames(
     tmp_path: Path,
@@ -147,6 +155,7 @@ def test_renamed_directory_is_an_alarm_and_a_new_one_is_followed(tmp_path: Path)
         with training(runs) as trainer:
             trainer.save(1)
             assert watch.until("verified")["checkpoint"]["step"] == 1
+            trainer.close()
         assert watch.stop() == 0
 
 
@@ -234,6 +243,7 @@ def test_saves_that_stop_are_an_alarm_that_the_next_save_ends(tmp_path: Path) ->
         with training(tmp_path) as trainer:
             trainer.save(1)
             watch.until("cleared", alarm="stopped")
+            trainer.close()
         assert watch.stop() == 0
 
 
@@ -467,8 +477,7 @@ def test_policy_that_vanishes_is_an_alarm_and_not_the_end(tmp_path: Path) -> Non
         policy.unlink()
         alarm = watch.until("alarm", alarm="retention")
         assert "no retention policy" in alarm["message"]
-        (tmp_path / "new.toml").write_text('keep = "last(5)"\n')
-        (tmp_path / "new.toml").rename(policy)
+        replace(policy, 'keep = "last(5)"\n')
         watch.until("cleared", alarm="retention")
         assert watch.stop() == 0
 
@@ -479,9 +488,9 @@ def test_policy_that_becomes_invalid_is_an_alarm(tmp_path: Path) -> None:
     policy.write_text('keep = "last(5)"\n')
     policy.chmod(0o600)
     with watching(tmp_path, "--prune", "--poll", "1s") as watch:
-        policy.write_text('keep = "lost(5)"\n')
+        replace(policy, 'keep = "lost(5)"\n')
         assert "keep" in watch.until("alarm", alarm="retention")["message"]
-        policy.write_text('keep = "last(1)"\n')
+        replace(policy, 'keep = "last(1)"\n')
         watch.until("pruned")
         watch.until("cleared", alarm="retention")
         assert watch.stop() == 0
