@@ -65,6 +65,7 @@ class WorkerClient:
 
     def __init__(self) -> None:
         self._in_use = threading.Lock()
+        self._starting = threading.Lock()
         self._running: _Running | None = None
         reset_in_child(self)
 
@@ -80,12 +81,10 @@ class WorkerClient:
         Raises:
             SaveFailed: The system does not start another process.
         """
-        # In use means that it runs; the thread that uses it handles its death.
-        if self._in_use.acquire(blocking=False):
-            try:
+        with self._starting:
+            # In use means that it runs; the thread that uses it handles its death.
+            if not self._in_use.locked():
                 self._ensure_running()
-            finally:
-                self._in_use.release()
 
     def save_items(self, staged: StagedState, store: Store, order: SaveOrder) -> Manifest:
         """Do as `saver.save_items` in the worker; the items of the order must be in `staged`."""
@@ -116,7 +115,8 @@ class WorkerClient:
         self, order: dict[str, Any], descriptors: Sequence[int], *, store: Store, series: str
     ) -> dict[str, Any]:
         with self._in_use:
-            running = self._ensure_running()
+            with self._starting:
+                running = self._ensure_running()
             try:
                 send(running.connection, order, descriptors)
                 return receive(running.connection)[0]
@@ -149,13 +149,13 @@ class WorkerClient:
 
     def close(self) -> None:
         """End the idle worker. The next save starts another one."""
-        with self._in_use:
+        with self._in_use, self._starting:
             if self._running is not None:
                 self._bury(self._running)
 
     def forget_parent(self) -> None:
         """Leave the worker to the parent, and do not keep it alive; for a forked child."""
-        self._in_use = threading.Lock()
+        self._in_use, self._starting = threading.Lock(), threading.Lock()
         running, self._running = self._running, None
         if running is not None:
             running.forget()

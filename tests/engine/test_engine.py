@@ -26,7 +26,8 @@ from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.crashmodel import ModelDisk
-from tests.support.held import KEY, TIMEOUT_S, HeldDisk, open_descriptors, temporary_files
+from tests.support.descriptors import nothing_stays_open
+from tests.support.held import KEY, TIMEOUT_S, HeldDisk, temporary_files
 
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
 everywhere = pytest.mark.parametrize("mode", ["sync", "thread", "process"])
@@ -35,11 +36,9 @@ everywhere = pytest.mark.parametrize("mode", ["sync", "thread", "process"])
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """Check that no descriptor, thread or temporary file is left behind."""
-    gc.collect()
-    before = open_descriptors()
-    yield
-    gc.collect()
-    assert open_descriptors() == before
+    with nothing_stays_open():
+        yield
+        gc.collect()
     assert temporary_files(tmp_path) == []
     assert [t for t in threading.enumerate() if t.name == "ckptmgr-save" and t.is_alive()] == []
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from math import exp
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
 from ckptmgr.engine.snapshots import Choice, Evictee, SnapshotCache, choose_victim, log_score
 from ckptmgr.engine.staging import StagingPool
+from tests.support.descriptors import nothing_stays_open, open_descriptors
 from tests.support.staging_memory import MIB, filled, values
 
 
@@ -97,11 +97,10 @@ def test_drop_after_forgets_the_other_future() -> None:
 def test_close_gives_all_memory_back() -> None:
     cache = cache_of()
     cache.put(1, [filled("w", MIB)])
-    before = len(os.listdir("/proc/self/fd"))
-    cache.close()
-    cache.close()
+    with nothing_stays_open():
+        cache.close()
+        cache.close()
     assert cache.resident_bytes == 0
-    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_eviction_threshold_bounds_the_resident_bytes() -> None:
@@ -149,16 +148,7 @@ def test_offload_checkpoint_disk_keeps_snapshots_in_files(tmp_path: Path) -> Non
     ) as cache:
         cache.put(1, [filled("w", MIB)])
         assert values(cache.get(1).items) == values([filled("w", MIB)])
-        assert any(str(tmp_path) in os.readlink(link) for link in open_links())
-
-
-def open_links() -> list[str]:
-    # The directory's own descriptor is gone once the list is made.
-    return [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd") if exists(name)]
-
-
-def exists(name: str) -> bool:
-    return os.path.lexists(f"/proc/self/fd/{name}")
+        assert any(str(tmp_path) in target for _, target in open_descriptors())
 
 
 def test_offload_checkpoint_cpu_evicts_instead_of_spilling(tmp_path: Path) -> None:

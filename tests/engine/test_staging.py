@@ -20,8 +20,9 @@ from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
 from ckptmgr.state.items import Part, tensors_in
+from tests.support.descriptors import nothing_stays_open
 from tests.support.interrupts import is_interrupted
-from tests.support.staging_memory import MIB, failing, filled, map_tensors, open_descriptors, values
+from tests.support.staging_memory import MIB, failing, filled, map_tensors, values
 from tests.support.strategies import tensors, texts
 
 PAGE = 4096
@@ -32,9 +33,8 @@ items_of_any_kind = st.lists(
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    assert open_descriptors() == before
+    with nothing_stays_open():
+        yield
 
 
 def spilling(directory: Path, **options: Any) -> MemoryConfig:
@@ -132,10 +132,8 @@ def test_stage_failing_content_raises_it_and_nothing_stays(
 ) -> None:
     pool = StagingPool(spilling(tmp_path, host_budget_bytes=budget_bytes, wipe="at_end"))
     items = [filled("a", 2 * MIB), failing("b", size_bytes, LookupError("lost"))]
-    before = open_descriptors()
-    with pytest.raises(LookupError, match="lost"):
+    with nothing_stays_open(), pytest.raises(LookupError, match="lost"):
         pool.stage(items)
-    assert open_descriptors() == before
     assert pool.ledger.disk_bytes == 0
     pool.close()
     assert pool.ledger.host_bytes == 0

@@ -24,18 +24,19 @@ from ckptmgr.engine import worker_client, worker_protocol
 from ckptmgr.engine.worker import NICENESS, Worker, _watch
 from ckptmgr.engine.worker_client import WorkerClient
 from ckptmgr.training.manager import CheckpointManager
+from tests.support.descriptors import nothing_stays_open
 from tests.support.held import (
     KEY,
     ROOT,
     TIMEOUT_S,
     Interference,
     interfere,
-    open_descriptors,
     run_program,
     stop,
     temporary_files,
     wait_for_end,
 )
+from tests.support.interrupts import is_interrupted
 from tests.support.surface import shows
 
 
@@ -47,11 +48,9 @@ def runs(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Check that no descriptor and no child is left behind."""
-    gc.collect()
-    before = open_descriptors()
-    yield
-    gc.collect()
-    assert open_descriptors() == before
+    with nothing_stays_open():
+        yield
+        gc.collect()
 
 
 def manager_of(runs: Path, key: bytes | None = None) -> CheckpointManager:
@@ -368,6 +367,16 @@ def test_started_client_that_is_dropped_ends_its_worker() -> None:
     assert pid is not None
     del client
     wait_for_end(pid)
+
+
+def test_client_whose_start_is_interrupted_can_be_started() -> None:
+    client = WorkerClient()
+    for at in (1, 2, 3):  # up to the locks, and before there is a process
+        assert is_interrupted(client.start, at=at)
+        assert client.pid is None
+    client.start()
+    assert client.pid is not None
+    client.close()
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ckptmgr.core import errors
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.engine import worker_protocol
 from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive, send
-from tests.support.held import open_descriptors
+from tests.support.descriptors import open_descriptors
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -55,7 +55,7 @@ def test_descriptors_arrive_in_order_and_are_not_inherited(
     assert not any(os.get_inheritable(descriptor) for descriptor in descriptors)
     for descriptor in (*files, *descriptors):
         os.close(descriptor)
-    assert open_descriptors() == before
+    assert open_descriptors() - before == set()
 
 
 def test_two_messages_do_not_run_into_each_other(pair: Pair) -> None:
@@ -74,7 +74,7 @@ def test_every_cut_of_a_message_is_the_end_and_leaves_no_descriptor(pair: Pair) 
     null = os.open(os.devnull, os.O_RDONLY)
     body = json.dumps({"n": 1}).encode()
     head = worker_protocol._HEAD.pack(len(body), 1)
-    before = len(open_descriptors())
+    before = open_descriptors()
     for cut in range(1 + len(head) + len(body)):
         ours, theirs = socket.socketpair()
         with theirs:
@@ -85,7 +85,7 @@ def test_every_cut_of_a_message_is_the_end_and_leaves_no_descriptor(pair: Pair) 
                     ours.sendall(body[: cut - len(head) - 1])
             with pytest.raises(EOFError):
                 receive(theirs)
-    assert len(open_descriptors()) == before
+    assert open_descriptors() - before == set()
     os.close(null)
 
 

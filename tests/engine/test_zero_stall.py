@@ -30,7 +30,8 @@ from ckptmgr.state.arrays import jax_bytes
 from ckptmgr.state.tree import flatten
 from ckptmgr.training.callback import ModelCheckpoint
 from ckptmgr.training.manager import CheckpointManager
-from tests.support.held import KEY, TIMEOUT_S, HeldDisk, open_descriptors, run_program
+from tests.support.descriptors import open_descriptors
+from tests.support.held import KEY, TIMEOUT_S, HeldDisk, run_program
 from tests.support.held_staging import HeldStaging
 from tests.support.interrupts import is_interrupted
 from tests.support.staging_memory import failing, map_tensors, values
@@ -51,9 +52,9 @@ def nothing_left() -> Iterator[None]:
     """Check that no descriptor and no thread is left behind."""
     before = open_descriptors()
     yield
-    if open_descriptors().items() - before.items():
+    if open_descriptors() - before:
         gc.collect()
-    assert open_descriptors().items() <= before.items()
+    assert open_descriptors() - before == set()
     for thread in threading.enumerate():
         if thread.name.startswith("ckptmgr-s"):
             thread.join(TIMEOUT_S)

@@ -35,6 +35,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.formats.test_mutations import ITEMS
+from tests.support.descriptors import nothing_stays_open
 from tests.support.saved import GOLDEN_FILES, flip, save_run
 from tests.support.stored import image_bytes
 from tests.support.surface import KEY, comparable
@@ -309,14 +310,8 @@ def test_another_mode_than_the_files_is_refused(tmp_path: Path) -> None:
 def test_file_that_cannot_be_opened_stays_closed(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": np.zeros(1)}, format="safetensors")
     flip(path, -1)
-    before = open_descriptors()
-    with pytest.raises(CorruptCheckpoint):
+    with nothing_stays_open(), pytest.raises(CorruptCheckpoint):
         open_checkpoint(path)
-    assert open_descriptors() == before
-
-
-def open_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_file_of_mindspore_itself_is_read_if_that_is_allowed(tmp_path: Path) -> None:

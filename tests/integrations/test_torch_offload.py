@@ -28,15 +28,15 @@ from ckptmgr.integrations.torch_offload import SavedTensorOffload  # noqa: E402
 from ckptmgr.state.arrays import to_tensor  # noqa: E402
 from ckptmgr.state.items import Part  # noqa: E402
 from ckptmgr.state.torch_cuda import CudaMemory  # noqa: E402
-from tests.support.staging_memory import filled, open_descriptors  # noqa: E402
+from tests.support.descriptors import nothing_stays_open  # noqa: E402
+from tests.support.staging_memory import filled  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_open() -> Iterator[None]:
-    before = open_descriptors()
-    yield
-    gc.collect()
-    assert open_descriptors() == before
+    with nothing_stays_open():
+        yield
+        gc.collect()
 
 
 def config_of(directory: Path, **options: Any) -> MemoryConfig:

@@ -20,6 +20,7 @@ from ckptmgr.io.byte_counters import counting
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.page_cache import bypass_page_cache, is_one_of_many
+from tests.support.descriptors import nothing_stays_open
 
 MIB = 1 << 20
 CONTENT = np.random.default_rng(0).bytes(9 * MIB + 1234)
@@ -210,11 +211,10 @@ def test_small_file_is_read_and_closed(tmp_path: Path) -> None:
 
 
 def test_closed_file_has_no_descriptors_left(path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    file = bypass_page_cache(CachedFile(path))
-    read(file, 0, MIB)
-    file.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    with nothing_stays_open():
+        file = bypass_page_cache(CachedFile(path))
+        read(file, 0, MIB)
+        file.close()
 
 
 def test_file_of_another_kind_stays_what_it_is() -> None:

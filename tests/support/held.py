@@ -174,14 +174,3 @@ def _states(pid: int) -> list[str]:
 def temporary_files(directory: Path) -> list[str]:
     """Return the names of the temporary files in a directory."""
     return sorted(path.name for path in directory.iterdir() if path.suffix == ".tmp")
-
-
-def open_descriptors() -> dict[int, str]:
-    """Return number and target of the open descriptors of this process, of pipes and files alike."""
-    found = {}
-    for entry in os.listdir("/proc/self/fd"):
-        try:
-            found[int(entry)] = os.readlink(f"/proc/self/fd/{entry}")
-        except FileNotFoundError:  # the one by which we are looking
-            continue
-    return found

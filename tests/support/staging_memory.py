@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of staging look at: items of known bytes, mappings of this process, open descriptors."""
+"""What the tests of staging look at: items of known bytes, and mappings of this process."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -46,17 +45,6 @@ def values(items: Sequence[Item]) -> list[object]:
         found.append(item.text if isinstance(item, Text) else type(item))
         found += [(tensor.spec, bytes(tensor.content())) for tensor in tensors_of(item)]
     return found
-
-
-def open_descriptors() -> list[str]:
-    """What this process has open (without the directory that is read to find out)."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-        except FileNotFoundError:
-            continue
-    return sorted(found)
 
 
 def mapping_flags(view: memoryview) -> set[str]:
