@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import time
 from importlib import metadata
@@ -44,6 +45,13 @@ def names_in(directory: Path) -> list[tuple[str, int, int]]:
     )
 
 
+@pytest.fixture
+def busy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no fsync count as slow: other programs use the disk of the tests, too."""
+    monkeypatch.setattr(doctor_disk, "_SLOW_SYNC_S", math.inf)
+
+
+@pytest.mark.usefixtures("busy_disk")
 def test_sound_directory_passes_every_check_and_keeps_its_files(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     before = names_in(tmp_path)
@@ -180,6 +188,23 @@ def test_clock_that_differs_is_a_warning(tmp_path: Path) -> None:
     assert "1 checkpoint was saved in the future, such as net-1_10.ckpt" in early.stdout
 
 
+def test_clock_is_not_ahead_where_a_file_is_created_slowly(tmp_path: Path) -> None:
+    class SlowDisk(OsFileSystem):
+        """A disk whose files have the time at which they are looked at."""
+
+        def create(self, path: Path, **more: Any) -> Any:
+            self.created = time.perf_counter()
+            return super().create(path, **more)
+
+        def status(self, path: Path) -> Any:
+            found = super().status(path)
+            assert found is not None
+            return found._replace(modified_at=START_S + time.perf_counter() - self.created)
+
+    found = {one.check: one for one in check_disk(SlowDisk(), tmp_path, now_s=START_S)}
+    assert (found["clock"].grade, found["clock"].figures) == ("ok", {"ahead_s": 0.0})
+
+
 class Disk(OsFileSystem):
     """A disk with one fault."""
 
@@ -235,6 +260,7 @@ def test_faulty_disk_is_found_and_left_empty(
         (None, "", "ok", "on an unknown file system"),
     ],
 )
+@pytest.mark.usefixtures("busy_disk")
 def test_durability_says_what_the_file_system_promises(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

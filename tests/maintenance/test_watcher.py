@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.io.leases import lease_path
+from ckptmgr.io.leases import ProcProcesses, lease_path
 from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.model import Limits, Report
 from ckptmgr.maintenance.watch.watcher import Settings, Watcher
@@ -116,6 +116,30 @@ def test_holder_is_the_process_that_the_lease_file_names(tmp_path: Path) -> None
     assert holder_of(tmp_path, "") == ("unknown", "another process")
     worker = f"process 1 on h\n{dead} 1\nprocess 2 on h\n{own} 1\n"
     assert holder_of(tmp_path, worker) == ("live", "process 1 on h")
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_run_that_closes_while_its_lease_is_read_has_not_died(
+    tmp_path: Path, is_followed: bool
+) -> None:
+    lease = lease_path(tmp_path, "net")
+
+    class EndingProcesses(ProcProcesses):
+        """The first process that is asked about closes its run and ends; another may follow."""
+
+        def is_dead(self, token: str) -> bool | None:
+            if token == self.token():
+                return False
+            lease.unlink()
+            if is_followed:
+                lease.write_text(f"process 2 on h\n{self.token()} 1\n")
+            return True
+
+    place = WatchedDirectory(tmp_path, trust=QUIET.trust)
+    place.store.processes = EndingProcesses()
+    lease.write_text("process 1 on h\n0-0-1-1 1\n")
+    holder = place.look(at=NOW_S).holders.get("net")
+    assert holder == (("live", "process 2 on h") if is_followed else None)
 
 
 def test_lease_file_that_is_no_file_has_an_unknown_holder(tmp_path: Path) -> None:

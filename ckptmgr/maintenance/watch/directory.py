@@ -179,18 +179,22 @@ class WatchedDirectory:
 
     def _holder(self, series: str) -> Holder | None:
         """Return the holder of a lease file, or None if it is gone."""
+        path = lease_path(self.path, series)
         try:
-            text = read_text(self.store.fs, lease_path(self.path, series))
+            text = read_text(self.store.fs, path)
+            found = [one for one in holders_in(text) if one is not None]
+            deaths = [self.store.processes.is_dead(one.token) for one in found]
+            name = found[0].description or "another process"
+            if not all(death is True for death in deaths):
+                return Holder("live" if False in deaths else "unknown", name)
+            # A run that closes removes the file before its process ends, maybe since it was read.
+            if read_text(self.store.fs, path) == text:
+                return Holder("dead", name)
         except FileNotFoundError:
             return None
         except OSError:
             return Holder("unknown", "another process")
-        found = [one for one in holders_in(text) if one is not None]
-        deaths = [self.store.processes.is_dead(one.token) for one in found]
-        name = found[0].description or "another process"
-        if all(death is True for death in deaths):
-            return Holder("dead", name)
-        return Holder("live" if False in deaths else "unknown", name)
+        return self._holder(series)
 
     def _is_of_live(self, temp: str) -> bool:
         token = parse_temp(temp)
