@@ -12,8 +12,11 @@ are kept apart by the lease of the folder.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
+import weakref
 from collections.abc import Callable, Sequence
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, UnsupportedCheckpoint
@@ -23,7 +26,14 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.requests import open_objects
-from ckptmgr.objects.staging import clear, discard_staged, prepare_staging
+from ckptmgr.objects.staging import (
+    clear,
+    clear_notes,
+    discard_staged,
+    in_staging,
+    remove_staging,
+    sweep_killed,
+)
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.followed_history import Retained
@@ -32,6 +42,9 @@ from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
+
+
+_open_writers: weakref.WeakSet[RemoteWriter] = weakref.WeakSet()
 
 
 class RemoteWriter(SeriesWriter):
@@ -75,14 +88,40 @@ class RemoteWriter(SeriesWriter):
                 path=self.listing.directory,
                 hint="save in the process that made the manager, or start workers with spawn",
             )
-        prepare_staging(self.store.directory)
-        super().open()
+        in_staging(self.store.directory, super().open)
+        _open_writers.add(self)
 
     def clean_up(self) -> list[str]:
         """Remove leftovers of a killed run here; return one sentence per action."""
         sentences = super().clean_up()
         clear(self.store)
+        sweep_killed(self.store)
         return sentences
+
+    def close(self) -> None:
+        """Release the lease, and remove the folder here.
+
+        A run that has saved nothing since its start leaves the count of starts to the next one.
+        """
+        with self._opening:
+            is_holder = self.is_holder
+            if is_holder and self._has_gone_on:
+                with contextlib.suppress(OSError):
+                    clear_notes(self.store)
+            super().close()
+            if is_holder:
+                remove_staging(self.store)
+            _open_writers.discard(self)
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this process holds the lease."""
+        return self._holder == os.getpid()
+
+    @property
+    def _has_gone_on(self) -> bool:
+        last, start = self._last_saved, self.resumed_from
+        return last is not None and (start is None or last.order > start.order)
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Continue the run of a checkpoint; present checkpoints count as saved before this run."""
@@ -187,6 +226,15 @@ class RemoteWriter(SeriesWriter):
         if last is None or one.sequence != last.sequence:
             return last is None or one.sequence > last.sequence
         return (one.run_id or "") < self.run_id
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    """Remove the folders of the runs that were not closed; background saves have ended before."""
+    for writer in list(_open_writers):
+        if writer.is_holder:  # not in a forked child
+            with contextlib.suppress(Exception):
+                writer.close()
 
 
 def _highest(present: Sequence[Checkpoint]) -> int:

@@ -40,8 +40,7 @@ def test_file_is_whole_at_the_address_when_it_is_saved_and_nothing_stays_here(
     saved = save(_TENSORS, f"{url}/net.ckpt")
     assert str(saved.path) == f"{url}/net.ckpt"
     assert whole_names(open_objects(url), tmp_path) == {"net.ckpt"}
-    (folder,) = machine.iterdir()
-    assert list(folder.iterdir()) == []
+    assert list(machine.iterdir()) == []
     back = run("copy", f"{url}/net.ckpt", tmp_path / "back")
     assert back.exit_code == 0, back.stderr
 

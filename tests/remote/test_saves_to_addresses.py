@@ -461,9 +461,9 @@ def test_staging_folder_is_private_and_must_be(machine: Path) -> None:
     url = new_url()
     with CheckpointManager(url) as manager:
         manager.save(1, _state(1))
-    (folder,) = machine.iterdir()
-    assert folder.stat().st_mode & 0o077 == 0
-    folder.chmod(0o755)
+        (folder,) = machine.iterdir()
+        assert folder.stat().st_mode & 0o077 == 0
+    folder.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="TMPDIR"):
         CheckpointManager(url).save(2, _state(2))
     assert len(listed(open_objects(url))) == 1

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,32 +52,28 @@ def save_single_file(
         UnsafeWrite: The address has another checkpoint of this name.
         UnsupportedCheckpoint, StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`.
     """
-    directory, place = path.parent, None
-    if is_url(path):
-        from ckptmgr.objects.staging import prepare_staging, staging_directory
-
-        check_at_address(path, options)
-        place, directory = path, staging_directory(str(path.parent), path.name)
-        prepare_staging(directory)
-    store = Store(
-        directory,
-        trust=Trust(keys=options.key, signing_key=signing_key, allow_unencrypted=True),
+    trust = Trust(keys=options.key, signing_key=signing_key, allow_unencrypted=True)
+    save = partial(
+        save_named,
+        name=path.name,
+        items=items,
+        options=options,
+        metadata=metadata,
+        facts=facts,
+        metrics=metrics,
     )
+    if not is_url(path):
+        return save(Store(path.parent, trust=trust))
+    from ckptmgr.objects.staging import in_staging, remove_staging, staging_directory, sweep_killed
+
+    check_at_address(path, options)
+    store = Store(staging_directory(str(path.parent), path.name), trust=trust)
     try:
-        return save_named(
-            store,
-            path.name,
-            items,
-            options=options,
-            metadata=metadata,
-            facts=facts,
-            metrics=metrics,
-            address=place,
-        )
+        saved = in_staging(store.directory, partial(save, store, address=path))
+        sweep_killed(store)
     finally:
-        if place is not None:
-            with contextlib.suppress(OSError):  # another process saves this file, too
-                directory.rmdir()
+        remove_staging(store)
+    return saved
 
 
 def check_at_address(path: Path, options: SaveOptions) -> None:
