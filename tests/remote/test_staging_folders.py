@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 _DAY_S = 86_400
 _STATE = {"w": np.arange(9.0)}
 _UNCLOSED = """
-import numpy, sys
+import numpy, os, sys
 from ckptmgr import CheckpointConfig, CheckpointManager
 
 state = {"w": numpy.zeros(9)}
@@ -40,8 +40,12 @@ managers = [
     CheckpointManager(sys.argv[1], CheckpointConfig(async_save=how), prefix=f"net-{how}")
     for how in (False, True)
 ]
-for manager in managers:
-    manager.save(1, state)
+managers[0].save(1, state)
+if not os.fork():
+    sys.exit()  # the folder is that of the parent
+os.wait()
+managers[0].save(2, state)
+managers[1].save(1, state)
 """
 _KILLED = """
 import numpy, os, signal, sys
@@ -110,7 +114,7 @@ def test_closed_run_and_saved_file_leave_nothing(machine: Path) -> None:
 
 def test_run_that_is_not_closed_leaves_nothing_at_exit(machine: Path, tmp_path: Path) -> None:
     assert _run(_UNCLOSED, f"file://{tmp_path}/run", machine) == 0
-    assert len(list((tmp_path / "run").glob("*.manifest.json"))) == 2
+    assert len(list((tmp_path / "run").glob("*.manifest.json"))) == 3
     assert list(machine.iterdir()) == []
 
 
@@ -173,6 +177,13 @@ def test_folder_whose_run_is_not_proven_to_have_ended_stays(
     change(killed / ".ckpt.lease")
     later(30 * _DAY_S)
     _save(new_url())
+    assert (killed / "ckpt-1.ckpt").exists()
+
+
+def test_folder_whose_lease_a_worker_of_the_killed_run_still_holds_stays(killed: Path) -> None:
+    lease = killed / ".ckpt.lease"
+    with OsFileSystem().lock(lease, owner=lease.read_text()):
+        _save(new_url())
     assert (killed / "ckpt-1.ckpt").exists()
 
 
