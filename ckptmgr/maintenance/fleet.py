@@ -259,17 +259,26 @@ def _found(
         others = listing.checkpoints
         own = [one for one in own if not (listing.is_itself or one.path in listing.paths)]
         if not own and not others:
-            runs, _ = runs_below(store.fs, store.directory)
-            if runs:
-                raise CheckpointNotFound(
-                    f"no checkpoint in this directory itself, but in {runs[0].path.name} and other folders below it",
-                    path=store.directory,
-                    hint="verify them one by one",
-                )
+            raise _none_in(store)
     elif not own and series is None:
         raise CheckpointNotFound("no checkpoint is below this address", path=store.directory)
     own.sort(key=lambda one: (one.order, one.saved_at, one.name))
     return (
         [one for one in own if series in (None, one.series)],
         [one for one in others if series in (None, one.checkpoint.series)],
+    )
+
+
+def _none_in(store: Store) -> CheckpointNotFound:
+    runs, _ = runs_below(store.fs, store.directory)
+    if runs:
+        return CheckpointNotFound(
+            f"no checkpoint in this directory itself, but in {runs[0].path.name} and other folders below it",
+            path=store.directory,
+            hint="verify them one by one",
+        )
+    return CheckpointNotFound(
+        "no checkpoints here",
+        path=store.directory,
+        hint="a worker that lacks the mount sees an empty directory",
     )

@@ -77,6 +77,14 @@ class RetentionPolicy:
 
     rules: tuple[Rule, ...]
 
+    def __post_init__(self) -> None:
+        for rule in self.rules:
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"a retention policy joins rules such as Last(3) | Best(1, 'loss', 'min'), but got {rule!r}; "
+                    "a text is one as a whole: 'last(3) | every(1000)'"
+                )
+
     def __or__(self, other: Rule | RetentionPolicy) -> RetentionPolicy:
         added = other.rules if isinstance(other, RetentionPolicy) else (other,)
         return RetentionPolicy(self.rules + added)

@@ -68,6 +68,15 @@ class SavePolicy(Protocol):
         ...
 
 
+def checked_save_policy(policy: object) -> SavePolicy:
+    """Return a save policy; raise TypeError for what cannot decide, or for a class of policies."""
+    if isinstance(policy, type) or not callable(getattr(policy, "decide", None)):
+        raise TypeError(
+            f"a save policy is an object such as EverySteps(1000) or AtSteps(10, 100), but got {policy!r}"
+        )
+    return cast(SavePolicy, policy)
+
+
 class _Active:
     __slots__ = ()
 
@@ -207,6 +216,10 @@ class AnyOf(_Active):
     """
 
     policies: tuple[SavePolicy, ...]
+
+    def __post_init__(self) -> None:
+        for policy in self.policies:
+            checked_save_policy(policy)
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return the decision of the first policy for which the step is due, else of the first one."""

@@ -49,7 +49,7 @@ from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
 from ckptmgr.parallel.team import team_for
-from ckptmgr.policy.save import SavePolicy
+from ckptmgr.policy.save import SavePolicy, checked_save_policy
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
 from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
@@ -167,7 +167,7 @@ class CheckpointManager:
             check_at_address(given, checked, team=team, has_mirror=mirror is not None)
         place = given if is_remote else check_directory(team.own_directory(given))
         check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
-        policy = save_policy if save_policy is not None else checked.save_policy()
+        policy = checked.save_policy() if save_policy is None else checked_save_policy(save_policy)
         parts = RunParts(
             config=checked,
             trust=trust_of(

@@ -117,9 +117,17 @@ def test_directory_that_is_not_there_or_above_runs_is_named(tmp_path: Path) -> N
         tasks = parts_of(tmp_path / name, 2)
         with pytest.raises(CheckpointNotFound, match=reason):
             verify_part(tasks[0])
-    (tmp_path / "empty").mkdir()
-    (task,) = parts_of(tmp_path / "empty", 1)
-    assert [line["count"] for line in verify_part(task)] == [0]
+
+
+def test_worker_that_sees_an_empty_directory_fails_its_part(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", STEPS)
+    (tmp_path / "mount").mkdir()  # on a worker on which nothing is mounted there
+    here = parts_of(tmp_path / "run", 2)[0]
+    (empty,) = parts_of(tmp_path / "mount", 1)
+    with pytest.raises(CheckpointNotFound, match="no checkpoints here") as caught:
+        verify_part(empty)
+    answer = combined([here, empty], [verify_part(here), caught.value])
+    assert (answer.is_ok, answer.exit_code, list(answer.failed)) == (False, 3, ["1/1"])
 
 
 def test_part_without_an_outcome_is_named_and_the_others_count(tmp_path: Path) -> None:

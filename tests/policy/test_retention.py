@@ -408,6 +408,12 @@ def test_rule_with_a_count_of_another_type_is_refused(count: object) -> None:
         Last(count)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("other", [None, 5, "last(3)", Last])
+def test_what_is_no_rule_is_refused_when_it_is_joined(other: object) -> None:
+    with pytest.raises(TypeError, match=r"joins rules such as Last\(3\)"):
+        Last(1) | other  # type: ignore[operator]
+
+
 def test_best_without_a_metric_is_refused() -> None:
     with pytest.raises(ValueError, match="needs the name of a metric"):
         Best(1, "", "min")

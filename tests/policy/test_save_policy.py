@@ -196,3 +196,13 @@ def test_at_steps_of_what_are_no_steps_is_refused(
 def test_joined_policies_save_when_one_asks_and_count_from_the_last_save(tmp_path: Path) -> None:
     policy = EverySteps(1000) | AtSteps(10, 100) | Never()
     assert saved_steps(tmp_path, policy, range(1, 2102)) == [10, 100, 1100, 2100]
+
+
+@pytest.mark.parametrize("other", [None, 5, EverySteps])
+def test_what_is_no_save_policy_is_refused_before_the_first_step(
+    other: object, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=r"such as EverySteps\(1000\)"):
+        EverySteps(2) | other  # type: ignore[operator]
+    with pytest.raises(TypeError, match=r"such as EverySteps\(1000\)"):
+        CheckpointManager(tmp_path, save_policy=other or "steps")  # type: ignore[arg-type]
