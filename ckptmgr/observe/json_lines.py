@@ -33,7 +33,8 @@ class JsonLinesObserver:
     def __call__(self, event: Event) -> None:
         """Append one event."""
         line = json.dumps(_finite(event.to_json())) + "\n"
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        # A pipe without a reader must not hold up the training.
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             descriptor = os.open(self._path, flags, 0o666)
         except FileNotFoundError:

@@ -68,6 +68,12 @@ def test_file_that_was_rotated_is_made_anew(tmp_path: Path) -> None:
     assert len(read_events(path.read_text(encoding="utf-8").splitlines()).events) == 1
 
 
+def test_pipe_without_a_reader_does_not_hold_up_the_training(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(OSError, match=r"events\.jsonl"):  # which the manager logs
+        JsonLinesObserver(tmp_path / "events.jsonl")(EVENT)
+
+
 def test_metric_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     JsonLinesObserver(path)(Event(name="save.durable", at=1.0, metrics={"loss": math.inf}))
