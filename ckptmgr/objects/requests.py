@@ -21,6 +21,8 @@ from ckptmgr.core.urls import SCHEMES, without_secrets
 
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
+_PASSWORD = re.compile(r"//[^/\s]*@")
+_QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 MOST_GOTTEN_BYTES = 64 << 20
 """Largest object that is read at once: another tool's may have the name of a manifest."""
@@ -154,7 +156,7 @@ def open_objects(url: str) -> Objects:
     try:
         return ObstoreObjects(url, stores.from_url(url, retry_config=_RETRIES))
     except (obstore.exceptions.BaseError, ValueError) as error:
-        raise CkptmgrError(_first_line(error), path=url) from error
+        raise CkptmgrError(_first_line(error), path=url) from _safe(error)
 
 
 def _library(url: str) -> Any:
@@ -269,9 +271,14 @@ class ObstoreObjects:
         except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
             raise FileExistsError(errno.EEXIST, "there is such an object already", place) from error
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
-            raise PermissionError(errno.EACCES, _first_line(error), place) from error
+            raise PermissionError(errno.EACCES, _first_line(error), place) from _safe(error)
         except errors.BaseError as error:
-            raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from error
+            raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from _safe(error)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":
+                raise
+            # Of Rust code, such as by an endpoint that is no URL; no Exception, so it would end threads.
+            raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from None
 
 
 class _LocalObjects(ObstoreObjects):
@@ -306,6 +313,13 @@ class _LocalObjects(ObstoreObjects):
         """Ignore the store that the base class sets."""
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error, without the password and the query of an endpoint."""
     text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+    return _PASSWORD.sub("//...@", _QUERY.sub(r"\1", text[0])) if text else type(error).__name__
+
+
+def _safe(error: Exception) -> Exception | None:
+    """Return an error that a traceback may show; None for one with a password or a query."""
+    text = str(error)
+    return None if _PASSWORD.search(text) or _QUERY.search(text) else error

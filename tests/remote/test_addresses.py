@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +17,9 @@ from ckptmgr import (
     ModelCheckpoint,
     export_weights,
 )
+from ckptmgr.objects import requests
 from ckptmgr.objects.paths import UrlPath
-from ckptmgr.objects.requests import checked_url
+from ckptmgr.objects.requests import checked_url, open_objects
 from tests.cli.running import key_file, run
 
 _URL = "s3://bucket/run"
@@ -151,3 +155,39 @@ except CkptmgrError as error:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert "pip install 'ckptmgr[s3]'" in done.stdout
+
+
+@pytest.fixture
+def refusing_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Return a port of this machine that refuses connections; no request is tried again."""
+    pytest.importorskip("obstore", reason="needs obstore: ckptmgr[s3]")
+    monkeypatch.setattr(requests, "_RETRIES", {"max_retries": 0})
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "form", ["http://user:secret@127.0.0.1:{}", "http://127.0.0.1:{}/a?k=secret"]
+)
+def test_error_of_a_request_shows_no_password_of_the_endpoint(
+    form: str, refusing_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", form.format(refusing_port))
+    objects = open_objects(_URL)
+    for ask in (objects.list, lambda: objects.get("k"), lambda: objects.put("k", [b"x"], 1)):
+        with pytest.raises(ConnectionError) as caught:
+            ask()
+        assert "secret" not in "".join(traceback.format_exception(caught.value))
+        assert str(refusing_port) in str(caught.value)
+
+
+def test_endpoint_that_is_no_address_is_an_error_of_the_network(
+    refusing_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "://")
+    with pytest.raises(ConnectionError, match=_URL):
+        open_objects(_URL).get("k")
