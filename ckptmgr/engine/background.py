@@ -32,6 +32,7 @@ from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats, wait_in_on_error
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
+from ckptmgr.io.signals import SLICE_S
 from ckptmgr.io.threads import work_beside_training
 
 _LOG = logging.getLogger(__name__)
@@ -178,7 +179,8 @@ class BackgroundSaver:
         if self._is_own_thread():
             raise wait_in_on_error()
         with self._changed:
-            self._changed.wait_for(lambda: self._running is None and self._next is None)
+            while not self._changed.wait_for(self._has_nothing, timeout=SLICE_S):
+                pass
 
     def report_unfetched(self) -> None:
         """Log a failure that the program has not fetched."""
@@ -196,6 +198,9 @@ class BackgroundSaver:
         running = self._running
         # A save with a finished handle is over, even if its thread has not noticed yet.
         return self._next is not None or (running is not None and not running.handle.durable.done())
+
+    def _has_nothing(self) -> bool:
+        return self._running is None and self._next is None
 
     def _is_own_thread(self) -> bool:
         return threading.current_thread() is self._thread

@@ -19,6 +19,10 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
+SLICE_S = 1.0
+"""The longest single wait of a loop that Ctrl-C is to end: a signal that comes just before Python blocks, or that another
+thread receives, is handled when the main thread wakes."""
+
 _Handler = Callable[[int, FrameType | None], object]
 # Signals that programs set handlers for. SIGINT is last: its handler is restored after all others.
 _NUMBERS = (

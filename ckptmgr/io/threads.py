@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from ckptmgr.io.buffers import BufferPool
+from ckptmgr.io.signals import SLICE_S
 
 PIECE_BYTES = 4 << 20
 """The largest cipher block that is read as a whole."""
@@ -78,7 +79,7 @@ class _ThreadGroup:
                 member()
         # Ctrl-C may come after the gate was passed, and then it is closed again
         while self._unfinished:
-            self._gate.acquire()
+            self._gate.acquire(timeout=SLICE_S)
         for thread in self._threads:  # all functions have returned
             if thread.ident is not None:
                 thread.join()

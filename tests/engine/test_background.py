@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
+import signal
 import sys
 import threading
 import weakref
@@ -19,6 +21,7 @@ from ckptmgr.config.failure import BackPressure, OnError
 from ckptmgr.core.errors import SaveFailed, StagingExhausted
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.engine import background
 from ckptmgr.engine.background import BackgroundSaver
 from tests.support.held import TIMEOUT_S
 
@@ -487,6 +490,29 @@ def test_task_that_gives_up_waiting_does_not_stop_the_save() -> None:
     saves.gate.set()
     assert handle.wait(TIMEOUT_S).step == 1
     assert saves.submitted(2).wait(TIMEOUT_S).step == 2
+    saves.saver.wait()
+
+
+@pytest.mark.usefixtures("plain_ctrl_c")
+def test_ctrl_c_that_does_not_wake_the_waiting_thread_is_heard_before_the_save_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(background, "SLICE_S", 0.05)
+    saves = Saves()
+    handle = saves.begin(1)
+
+    def press() -> None:
+        while not saves.saver._changed._waiters:  # type: ignore[attr-defined]
+            os.sched_yield()
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    pressing = threading.Thread(target=press)
+    pressing.start()
+    with pytest.raises(KeyboardInterrupt):
+        saves.saver.wait()
+    assert not handle.durable.done()
+    pressing.join(TIMEOUT_S)
+    saves.gate.set()
     saves.saver.wait()
 
 

@@ -7,7 +7,6 @@ import gc
 import itertools
 import os
 import random
-import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from ckptmgr.training.manager import CheckpointManager
 from tests.support.descriptors import open_descriptors
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, run_program
 from tests.support.held_staging import HeldStaging
-from tests.support.interrupts import is_interrupted
+from tests.support.interrupts import is_interrupted, pressing_ctrl_c
 from tests.support.staging_memory import failing, map_tensors, values
 
 torch: Any = pytest.importorskip("torch")
@@ -669,9 +668,9 @@ def test_ctrl_c_while_another_thread_copies_leaves_the_copy_to_be_waited_for_aga
     def interrupt() -> None:
         while not deferred.handle.staged._condition._waiters:  # type: ignore[attr-defined]
             os.sched_yield()
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        press()
 
-    with StagingPool() as pool:
+    with StagingPool() as pool, pressing_ctrl_c() as press:
         deferred = defer(slow_items(slow, 1), pool, copies_all=True)
         updates.add(deferred)
         copying = threading.Thread(target=deferred.copy)

@@ -47,12 +47,14 @@ def _no_thread_is_left() -> Iterator[None]:
     assert set(threading.enumerate()) <= before
 
 
-def _press_ctrl_c() -> None:
-    """Press it when the main thread waits: nobody is fast enough to hit the microsecond in which it handles the last one."""
-    main = threading.main_thread().ident or 0
-    while sys._current_frames()[main].f_code.co_name != "_finish":
+def _press_ctrl_c(thread: int = threading.main_thread().ident or 0) -> None:
+    """Press it when the main thread waits: nobody is fast enough to hit the microsecond in which it handles the last one.
+
+    Another `thread` may receive it, as the main thread handles it in any case.
+    """
+    while sys._current_frames()[threading.main_thread().ident or 0].f_code.co_name != "_finish":
         pass
-    signal.pthread_kill(main, signal.SIGINT)
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
 def test_works_run_at_the_same_time(failures: _Failures) -> None:
@@ -76,19 +78,35 @@ def test_ctrl_c_pressed_often_is_told_each_time_and_waits_for_everybody(
     failures: _Failures,
 ) -> None:
     presses = 5
+    was_heard: list[bool] = []
     finished = []
 
     def work() -> None:
-        for number in range(1, presses + 1):
-            while len(failures.seen) < number:
-                _press_ctrl_c()
-                # Python hears a signal only later when it comes just before a thread begins to block: press again.
-                failures.heard.acquire(timeout=2)
+        for _ in range(presses):
+            _press_ctrl_c()
+            was_heard.append(failures.heard.acquire(timeout=60))
         finished.append(True)
 
     run_in_threads([work], fail=failures)
     assert finished == [True]
+    assert was_heard == [True] * presses
     assert [type(error) for error in failures.seen] == [KeyboardInterrupt] * presses
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
+def test_ctrl_c_that_does_not_wake_the_caller_is_heard_before_the_works_end(
+    failures: _Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptmgr.io.threads.SLICE_S", 0.05)
+    was_heard: list[bool] = []
+
+    def work() -> None:
+        _press_ctrl_c(threading.get_ident())
+        was_heard.append(failures.heard.acquire(timeout=60))
+
+    run_in_threads([work], fail=failures)
+    assert was_heard == [True]
+    assert [type(error) for error in failures.seen] == [KeyboardInterrupt]
 
 
 def test_works_without_a_thread_are_done_by_the_caller(

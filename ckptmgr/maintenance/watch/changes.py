@@ -36,6 +36,7 @@ from watchdog.observers.inotify import InotifyObserver
 from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.io.mounts import is_shared, kind_of
+from ckptmgr.io.signals import SLICE_S
 from ckptmgr.io.temp_names import final_name, parse_temp
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
 
@@ -53,7 +54,6 @@ _EVENTS: list[type[FileSystemEvent]] = [
     DirDeletedEvent,
 ]
 _QUIET_S = 0.02
-_SLICE_S = 1.0
 _MOST_S = 0.5
 
 
@@ -170,14 +170,11 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
         return batch
 
     def _next(self, timeout_s: float) -> tuple[Path, str, bool] | _Wake | None:
-        """Return the next change.
-
-        In slices: a signal that comes just before Python blocks is handled when it wakes.
-        """
-        while timeout_s > _SLICE_S:
-            timeout_s -= _SLICE_S
+        """Return the next change."""
+        while timeout_s > SLICE_S:
+            timeout_s -= SLICE_S
             with contextlib.suppress(queue.Empty):
-                return self._queue.get(timeout=_SLICE_S)
+                return self._queue.get(timeout=SLICE_S)
         return self._queue.get(timeout=max(0.0, timeout_s))
 
 

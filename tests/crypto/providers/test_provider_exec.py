@@ -24,6 +24,7 @@ from ckptmgr.crypto.providers.provider import (
     ProviderUnavailableError,
 )
 from ckptmgr.crypto.providers.run_key import RunKey, RunKeyReader
+from tests.support.interrupts import pressing_ctrl_c
 
 KEY = b"\xc0\xff\xee-Top-Secret!!"
 CONTEXT = {"run": "7f"}
@@ -234,15 +235,16 @@ def test_wait_that_is_interrupted_kills_the_program(tmp_path: Path) -> None:
 
     def interrupt() -> None:
         pids.append(pid_file.read_text())
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        press()
 
     watcher = threading.Thread(target=interrupt)
-    watcher.start()
     # It prints its pid when it has the request, so the interrupt meets a wait that has begun.
     code = f'cat > /dev/null; echo $$ > "{pid_file}"; exec sleep 600'
     provider = ExecProvider(command=("sh", "-c", code))
-    with pytest.raises(KeyboardInterrupt):
-        provider.wrap(KEY, CONTEXT)
+    with pressing_ctrl_c() as press:
+        watcher.start()
+        with pytest.raises(KeyboardInterrupt):
+            provider.wrap(KEY, CONTEXT)
     watcher.join()
     assert has_ended(int(pids[0]))
 
