@@ -23,7 +23,9 @@ pytestmark = [
     # MindSpore's own imports warn.
     pytest.mark.filterwarnings("ignore"),
 ]
-one_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+one_folder = settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def load(path: Path, data: bytes, **options: object) -> dict[str, StoredItem]:

@@ -92,7 +92,8 @@ PARTS = st.tuples(
 
 @given(parts=st.lists(PARTS, max_size=8), change=st.none() | st.tuples(st.integers(0), st.binary()))
 @settings(
-    max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_files_are_read_as_without_the_short_cut(
     parts: list[tuple[bytes, tuple[int, ...], bytes, int]],

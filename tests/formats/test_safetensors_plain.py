@@ -91,7 +91,8 @@ def test_what_the_stock_library_writes_is_plain(meta: dict[str, str] | None) -> 
     cut=st.integers(-1, 1),
 )
 @settings(
-    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+    max_examples=300,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_files_are_read_as_without_the_short_cut(
     items: list[Tensor],
