@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import CachedFile
@@ -65,11 +66,17 @@ def policy_in(
         CkptmgrError: As `load_policy` and `recorded_policy`.
     """
     recorded = partial(recorded_policy, store)
-    if keep is None and policy_of(store.directory) is None:
+    is_remote = is_url(store.directory)  # where no ckptmgr.toml is read
+    if keep is None and (is_remote or policy_of(store.directory) is None):
         present = store.scan() if found is None else found
         together = counted_together(present, series=series, by_series=by_series)
         if any(recorded(counted) is not None for counted in together):
             return recorded
+    if keep is None and is_remote:
+        raise UsageProblem(
+            "no retention policy: nothing says what to keep",
+            hint="pass --keep 'last(5)'; only a CheckpointManager that saves to the address itself records its own for it",
+        )
     return load_policy(keep, store.directory)
 
 

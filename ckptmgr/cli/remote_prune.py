@@ -8,12 +8,12 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.options import Session
+from ckptmgr.cli.policy_file import policy_in
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.maintenance.prune import propose
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.requests import open_objects
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.remote.prune import prune_now
 from ckptmgr.store.store import Store
 
@@ -29,12 +29,13 @@ def prune_remote(
     check: bool,
     yes: bool,
 ) -> int:
-    """Remove the checkpoints below an address that a policy does not keep; see `prune`."""
+    """Remove the checkpoints below an address that a policy does not keep; see `prune`.
+
+    Without `keep` it is that of the runs that saved there.
+    """
     _check_options(ctx, only_shows=only_shows)
-    if keep is None:
-        raise UsageProblem(
-            "no retention policy: nothing says what to keep", hint="pass --keep 'last(5)'"
-        )
+    found = store.scan()
+    policy = policy_in(keep, store, found=found, series=series, by_series=by_series)
     session = ctx.ensure_object(Session)
     output = render.make_output(ctx, store.directory)
     view = PlanView(
@@ -42,7 +43,7 @@ def prune_remote(
     )
     with output.progress("the newest", 0):
         proposal = propose(
-            store, parse_policy(keep), now=session.now(), series=series, by_series=by_series
+            store, policy, found=found, now=session.now(), series=series, by_series=by_series
         )
     if only_shows or not output.is_quiet:
         view.plan(proposal)

@@ -3,6 +3,8 @@
 
 A run records its policy with every save (`Manifest.keep`). Of checkpoints that count together the
 newest one decides: a policy that changed from one run of a series to the next is that of the last.
+At an address only that of a run that saved there itself counts: the policy in a copy is for the
+directory that it was copied from.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import Counted
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
@@ -44,7 +47,10 @@ def recorded_policy(store: Store, counted: Counted) -> RetentionPolicy | None:
     if newest is None or manifest is None or manifest.keep is None:
         return None
     path = store.directory / manifest_name(newest.name)
-    if manifest.auth is None and manifest.signed_by is None:  # nothing proves who wrote it
+    if is_url(store.directory):  # where its writers may remove it, too
+        if not manifest.keeps_at_address:
+            return None
+    elif manifest.auth is None and manifest.signed_by is None:  # nothing proves who wrote it
         check_writers(path, path.stat())
     try:
         policy = parse_policy(manifest.keep, is_stored=True)

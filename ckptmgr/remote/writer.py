@@ -18,11 +18,12 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
-from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.requests import open_objects
@@ -37,7 +38,7 @@ from ckptmgr.objects.staging import (
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.followed_history import Retained
-from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.series.writer import SavePosition, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
@@ -165,6 +166,19 @@ class RemoteWriter(SeriesWriter):
         finally:
             discard_staged(self.store, manifest.name)
         return self.note_saved(manifest)
+
+    def draft(
+        self,
+        name: str,
+        options: SaveOptions,
+        facts: SaveFacts,
+        *,
+        place: SavePosition,
+        retention: RetentionPolicy | None,
+    ) -> Manifest:
+        """Return the manifest of a file before its write; it says that the policy is applied there."""
+        drafted = super().draft(name, options, facts, place=place, retention=retention)
+        return replace(drafted, keeps_at_address=drafted.keep is not None)
 
     def note_failed(self, error: Exception) -> None:
         """Add to the error of the disk here how another one is chosen."""
