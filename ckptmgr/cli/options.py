@@ -32,6 +32,20 @@ Command = TypeVar("Command", bound=Callable[..., object])
 
 _SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
 _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt:, wrapped:FILE or passphrase:SOURCE"
+_NOT_CHANGED = "a manifest there is never changed: give the name in the directory of the run, before the upload"
+_AT_ADDRESSES = {
+    "doctor": "ckptmgr storage probe URL tries what a store guarantees",
+    "pin": _NOT_CHANGED,
+    "report": "ckptmgr ls URL lists what is there",
+    "rm": "ckptmgr prune URL --keep EXPR --now removes what a policy does not keep",
+    "simulate": "ckptmgr prune URL --keep EXPR --dry-run shows what a policy keeps there",
+    "stats": "ckptmgr ls URL lists what is there",
+    "tag": _NOT_CHANGED,
+    "unpin": _NOT_CHANGED,
+    "untag": _NOT_CHANGED,
+    "watch": "watch the directory of the run, with --mirror URL",
+}
+"""What does the work of a command at an address, where it takes paths only."""
 COMPLETION_VARIABLE = "_CKPTMGR_COMPLETE"
 """Set by the script of a shell that asks for completions; click reads it."""
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -44,9 +58,12 @@ def check_path(text: object) -> None:
     """
     check_place(text)
     if is_url(text):
+        context = click.get_current_context(silent=True)
+        instead = _AT_ADDRESSES.get("" if context is None else context.info_name or "")
+        fetch = "fetch the checkpoint first: ckptmgr copy URL DIR"
         raise UsageProblem(
             "this command takes paths, and no address of an object store",
-            hint="fetch the checkpoint first: ckptmgr copy URL DIR",
+            hint=fetch if instead is None else f"{instead}; or {fetch}",
         )
 
 

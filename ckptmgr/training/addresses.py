@@ -13,7 +13,8 @@ from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
 
 NO_BARE_FILES = (
-    "allow_bare has no effect in an object store, where data without a manifest has no name"
+    "allow_bare has no effect in an object store, where data without a manifest has no name; load_state(URL) loads a file "
+    "of another tool by its own address"
 )
 
 

@@ -140,6 +140,24 @@ def test_command_that_takes_paths_only_refuses_an_address(
     assert "ckptmgr copy URL DIR" in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        (("doctor", _URL), "ckptmgr storage probe URL"),
+        (("rm", f"{_URL}/x.ckpt"), "ckptmgr prune URL --keep EXPR --now"),
+        (("simulate", "last(2)", _URL), "ckptmgr prune URL --keep EXPR --dry-run"),
+        (("pin", "1", "--dir", _URL), "never changed"),
+        (("watch", _URL, "--once"), "--mirror URL"),
+        (("stats", _URL), "ckptmgr ls URL"),
+    ],
+    ids=lambda one: one[0] if isinstance(one, tuple) else "",
+)
+def test_refusal_names_the_command_that_works_at_addresses(
+    command: tuple[str, ...], instead: str
+) -> None:
+    assert instead in run(*command).stderr
+
+
 @pytest.mark.parametrize("call", ["'runs', mirror='s3://b/run'", "'s3://b/run'"])
 def test_missing_library_is_named_with_the_way_out(call: str) -> None:
     program = f"""

@@ -87,6 +87,7 @@ def prune_command(
     -v lists the files that go.
 
     The directory may be the URL of an object store. There is no trash there: --now must be given.
+    Of the recorded policies only those of runs that saved there themselves count.
     """
     from ckptmgr.cli.foreign import check_directory
     from ckptmgr.cli.foreign_prune import (
