@@ -152,6 +152,16 @@ def test_checkpoint_whose_step_is_not_known_has_none_on_every_surface(tmp_path: 
     assert page_of(page).tags.count("circle") == 1
 
 
+def test_line_of_events_without_an_end_is_not_read_as_a_whole(tmp_path: Path) -> None:
+    saved_with_events(tmp_path)
+    events = tmp_path / "events.jsonl"
+    lines = events.read_bytes()
+    events.write_bytes(b"\0" * (3 << 20) + b"\n" + lines)
+    document = run_json("report", tmp_path)
+    assert document["summary"]["unreadable_events"] == 3  # of at most 1 MiB each
+    assert len(document["summary"]["saves"]) == 5
+
+
 def test_time_of_the_last_verification_comes_from_events(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
     event = {

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import secrets
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 _FORMS = ("terminal", "csv", "markdown")
 _DEFAULT_TARGET = "report.html"
+_MOST_CHARACTERS = 1 << 20  # of a line of events
 
 
 @options.command(
@@ -147,8 +149,9 @@ def _events(given: Path | None, directory: Path) -> EventLines | None:
         if given is None:
             return None
         raise CheckpointFileNotFound("no such file of events", path=path)
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        return read_events(lines)
+    with path.open(encoding="utf-8", errors="replace") as file:
+        # A line without an end, such as the zeros that a power cut may leave, is read in pieces.
+        return read_events(iter(partial(file.readline, _MOST_CHARACTERS), ""))
 
 
 def _policy(
