@@ -24,6 +24,7 @@ from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, Unsupport
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr.io.signals import defer_signals
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.requests import open_objects
@@ -89,8 +90,26 @@ class RemoteWriter(SeriesWriter):
                 path=self.listing.directory,
                 hint="save in the process that made the manager, or start workers with spawn",
             )
-        in_staging(self.store.directory, super().open)
+        try:
+            in_staging(self.store.directory, super().open)
+        except StoreLocked as lost:
+            if not self.is_holder:  # another run has it
+                raise
+            self._take_again(lost)
         _open_writers.add(self)
+
+    def _take_again(self, lost: StoreLocked) -> None:
+        """Take the lease again: programs that clean temporary folders remove files in use.
+
+        Nothing here is a checkpoint, so nothing is lost. A save in flight may still need its file,
+        so this removes nothing.
+        """
+        with defer_signals(), self._opening:
+            super().close()
+            in_staging(self.store.directory, self._take_lease)
+            self._holder = os.getpid()
+            self.store.follow()
+        _LOG.warning("%s; it was taken again", lost.message)
 
     def clean_up(self) -> list[str]:
         """Remove leftovers of a killed run here; return one sentence per action."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -186,6 +187,42 @@ def test_old_data_of_no_checkpoint_is_removed_once_in_a_run(
     assert "not listed" in caplog.text
     assert len(objects.list("data/")) == 2
     assert whole_names(objects, tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
+
+
+def _remove_staging(machine: Path, *, only_lease: bool) -> None:
+    """Do as programs that remove old files from temporary folders."""
+    (lease,) = machine.rglob(".*.lease")
+    if only_lease:
+        lease.unlink()
+    else:
+        shutil.rmtree(lease.parents[1])
+
+
+@pytest.mark.parametrize("only_lease", [True, False])
+@pytest.mark.parametrize("mode", [False, "thread"])
+def test_run_goes_on_when_its_temporary_folder_was_cleaned(
+    machine: Path, tmp_path: Path, mode: bool | str, *, only_lease: bool
+) -> None:
+    url = new_url()
+    with CheckpointManager(url, CheckpointConfig(async_save=mode)) as manager:
+        manager.save(1, _state(1))
+        manager.wait()
+        _remove_staging(machine, only_lease=only_lease)
+        manager.save(2, _state(2))
+        manager.save(3, _state(3))
+    names = {f"ckpt-{step}.ckpt" for step in (1, 2, 3)}
+    assert whole_names(open_objects(url), tmp_path) == names
+
+
+def test_folder_that_another_run_has_taken_is_not_taken_back(machine: Path) -> None:
+    url = new_url()
+    with CheckpointManager(url) as first, CheckpointManager(url) as second:
+        first.save(1, _state(1))
+        _remove_staging(machine, only_lease=True)
+        second.save(2, _state(2))
+        for _ in range(2):
+            with pytest.raises(StoreLocked):
+                first.save(3, _state(3))
 
 
 @pytest.mark.parametrize(
