@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -28,10 +29,16 @@ def lines(path: Path) -> list[str]:
 
 
 def run_traffic(directory: Path, notes: Path, rng: random.Random) -> None:
-    """Let all programs run, and kill one of them now and then; another one takes its place."""
+    """Let all programs run, and kill one of them now and then; another one takes its place.
+
+    On a busy machine that goes on until something was saved and something overwritten.
+    """
     running = [traffic.start(one, directory, notes, 1) for one in PROGRAMS]
     try:
-        for turn in range(2, 2 + KILLS):
+        for turn in itertools.count(2):
+            journal = lines(notes / "journal")
+            if turn > KILLS + 1 and noted(journal, "saved") and noted(journal, "overwriting"):
+                break
             time.sleep(rng.uniform(0.02, 0.2))  # the moment of the kill: nothing is waited for
             place = rng.randrange(len(PROGRAMS))
             os.kill(running[place], signal.SIGKILL)
