@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import pytest
 from ckptmgr.core.model import State
 from ckptmgr.store.store import Store
 from tests.integrations.engine_job import ROOT, Plan, trained
+from tests.support.ports import reserved_port
 
 WORLD = 2
 TIMEOUT_S = 120.0
@@ -33,17 +33,12 @@ def mpiexec() -> str:
     return str(beside) if beside.exists() else shutil.which("mpiexec") or ""
 
 
-def free_address() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
 def run_jax(plan: Plan) -> None:
-    address = free_address()
-    ranks = [replace(plan, address=address, rank=rank) for rank in range(WORLD)]
-    children = [subprocess.Popen(one.command(), cwd=ROOT) for one in ranks]
-    ended = [child.wait(TIMEOUT_S) for child in children]
+    with reserved_port() as port:
+        address = f"127.0.0.1:{port}"
+        ranks = [replace(plan, address=address, rank=rank) for rank in range(WORLD)]
+        children = [subprocess.Popen(one.command(), cwd=ROOT) for one in ranks]
+        ended = [child.wait(TIMEOUT_S) for child in children]
     assert ended == ([0, -9] if plan.ending == "killed" else [0, 0])
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,30 +16,29 @@ pytest.importorskip("jax")
 
 from ckptmgr.training.manager import CheckpointManager
 from tests.integrations.jax_job import WHOLE
+from tests.support.ports import reserved_port
 
 ROOT = Path(__file__).parents[2]
 
 
 def processes(world: int, directory: Path, action: str) -> list[dict[str, Any]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     command = [sys.executable, "-m", "tests.integrations.jax_job", str(directory), action]
-    running = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), port],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    told = []
-    for one in running:
-        output, errors = one.communicate(timeout=120)
-        assert one.returncode == 0, errors
-        told.append(json.loads(output.splitlines()[-1]))
+    with reserved_port() as port:
+        running = [
+            subprocess.Popen(
+                [*command, str(rank), str(world), str(port)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(world)
+        ]
+        told = []
+        for one in running:
+            output, errors = one.communicate(timeout=120)
+            assert one.returncode == 0, errors
+            told.append(json.loads(output.splitlines()[-1]))
     return told
 
 
