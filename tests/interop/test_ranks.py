@@ -18,7 +18,8 @@ from ckptmgr.core.model import State
 from ckptmgr.store.store import Store
 from tests.integrations import engine_job
 from tests.integrations.engine_job import ROOT, Plan
-from tests.integrations.test_engines import TIMEOUT_S, WORLD, check_ranks, free_address
+from tests.integrations.test_engines import TIMEOUT_S, WORLD, check_ranks
+from tests.support.ports import free_port
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
 training = pytest.importorskip("tests.interop.training")
@@ -31,9 +32,8 @@ def run_msrun(plan: Plan) -> None:
 
 def msrun(directory: Path, script: Path, argument: str) -> None:
     scripts = Path(sys.executable).parent
-    _, port = free_address().split(":")
     command = [str(scripts / "msrun"), f"--worker_num={WORLD}", f"--local_worker_num={WORLD}"]
-    command += [f"--master_port={port}", f"--log_dir={directory}/log", "--join=True"]
+    command += [f"--master_port={free_port()}", f"--log_dir={directory}/log", "--join=True"]
     command += [str(script), argument]
     paths = {"PATH": f"{scripts}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     paths["PYTHONSAFEPATH"] = "1"  # beside the script there is a folder named like a library
