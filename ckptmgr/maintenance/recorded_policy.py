@@ -4,7 +4,7 @@
 A run records its policy with every save (`Manifest.keep`). Of checkpoints that count together the
 newest one decides: a policy that changed from one run of a series to the next is that of the last.
 At an address only that of a run that saved there itself counts: the policy in a copy is for the
-directory that it was copied from.
+directory, or the other address, that it was copied from.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def recorded_policy(store: Store, counted: Counted) -> RetentionPolicy | None:
         return None
     path = store.directory / manifest_name(newest.name)
     if is_url(store.directory):  # where its writers may remove it, too
-        if not manifest.keeps_at_address:
+        from ckptmgr.objects.paths import mark_of
+
+        if manifest.keep_at != mark_of(store.directory):
             return None
     elif manifest.auth is None and manifest.signed_by is None:  # nothing proves who wrote it
         check_writers(path, path.stat())

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from pathlib import PosixPath
+from pathlib import Path, PosixPath
 
 from ckptmgr.objects.requests import checked_url
 
@@ -30,6 +31,11 @@ class UrlPath(PosixPath):
     def __fspath__(self) -> str:
         """Return the address, which no file has as its name."""
         return str(self)
+
+
+def mark_of(address: Path) -> str:
+    """Return 32 hex digits that tell an address from others, and do not show it."""
+    return hashlib.sha256(str(address).encode()).hexdigest()[:32]
 
 
 def checked_address(path: str | os.PathLike[str]) -> UrlPath:

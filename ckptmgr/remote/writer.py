@@ -27,6 +27,7 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.paths import mark_of
 from ckptmgr.objects.requests import open_objects
 from ckptmgr.objects.staging import (
     clear,
@@ -197,7 +198,9 @@ class RemoteWriter(SeriesWriter):
     ) -> Manifest:
         """Return the manifest of a file before its write; it says that the policy is applied there."""
         drafted = super().draft(name, options, facts, place=place, retention=retention)
-        return replace(drafted, keeps_at_address=drafted.keep is not None)
+        return replace(
+            drafted, keep_at=None if drafted.keep is None else mark_of(self.listing.directory)
+        )
 
     def note_failed(self, error: Exception) -> None:
         """Add to the error of the disk here how another one is chosen."""

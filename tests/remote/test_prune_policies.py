@@ -91,6 +91,19 @@ def test_policy_in_a_copy_is_for_the_directory_that_it_was_copied_from(tmp_path:
     assert len(listed(open_objects(url))) == 2
 
 
+def test_policy_in_an_archive_of_a_run_is_for_the_address_that_it_was_copied_from(
+    train: _Train, tmp_path: Path
+) -> None:
+    url, archive = new_url(), new_url()
+    train(url, "last(1)")
+    assert run("copy", url, tmp_path / "between").exit_code == 0
+    assert run("copy", tmp_path / "between", archive).exit_code == 0
+    refused = run("prune", archive, "--now", "--yes")
+    assert (refused.exit_code, "no retention policy" in refused.stderr) == (2, True)
+    assert len(listed(open_objects(archive))) == 3
+    assert _planned(f"{url}/") == {"keep": [3], "drop": [1, 2]}
+
+
 def test_copies_beside_a_run_are_named_and_stay(train: _Train, tmp_path: Path) -> None:
     url = new_url()
     save_run(tmp_path / "runs", [10, 20], series="copied")

@@ -41,7 +41,7 @@ PLAIN_MANIFESTS = {
         file=replace(PLAIN.file, cipher=None, key_id=None),
     ),
     "policy": replace(PLAIN, keep="last(3) | every(1000)"),
-    "policy of an address": replace(PLAIN, keep="last(3)", keeps_at_address=True),
+    "policy of an address": replace(PLAIN, keep="last(3)", keep_at="0f" * 16),
     "policy with a quoted metric": replace(PLAIN, keep='best(2, "val \\"x\\" loss", min)'),
     "empty file": replace(
         PLAIN, file=replace(PLAIN.file, digest=FileDigest(size_bytes=0, ranges=()))

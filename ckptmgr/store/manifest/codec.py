@@ -83,7 +83,6 @@ SHARDED_SCHEMA = "ckptmgr.manifest/2"
 _SCHEMAS = (SCHEMA, SHARDED_SCHEMA)
 _ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
 _NEW = "new"  # in `run.start`
-_ADDRESS = "address"
 _MAX_BLANK_BYTES = 2 << 16  # two header copies of the largest size
 
 
@@ -251,7 +250,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
         **({"tags": list(manifest.tags)} if manifest.tags else {}),
         **({} if manifest.keep is None else {"keep": manifest.keep}),
-        **({"keep_at": _ADDRESS} if manifest.keeps_at_address else {}),
+        **({} if manifest.keep_at is None else {"keep_at": manifest.keep_at}),
         "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
@@ -314,7 +313,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
         ),
         tags=_tags(document.get("tags", [])),
         keep=optional_text(document.get("keep")),
-        keeps_at_address=document.get("keep_at") == _ADDRESS,
+        keep_at=optional_text(document.get("keep_at")),
         world_size=count(document["world"], "size"),
         stats=_figures(document["stats"]),
         replaces=None if replaces is None else _replaced_from_document(replaces),

@@ -28,7 +28,7 @@ _TIME = r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.(?!0{6})[0-9
 _DIGEST = "[0-9a-f]{64}"
 _DIGESTS = rf'\[(?:(?:\n     "{_DIGEST}",)*+\n     "{_DIGEST}"\n    )?\]'
 _KEEP = r'(?:\n "keep": "(?:[ !#-\[\]-~]|\\["\\])*+",)?'  # names of metrics may be quoted
-_KEEP_AT = r'(?:\n "keep_at": "address",)?'
+_KEEP_AT = r'(?:\n "keep_at": "[0-9a-f]{32}",)?'
 _LAYOUT = re.compile(
     rf"""\{{
  "schema": "ckptmgr\.manifest/1",

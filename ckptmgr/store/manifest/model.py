@@ -97,7 +97,7 @@ class Manifest:
         tags: Names that people gave it.
         keep: Text of the retention policy that its run applied after the save; None for none, and
             for one without text.
-        keeps_at_address: Whether the run applied it at the address of an object store.
+        keep_at: Mark of the address of an object store at which the run applied it; None in a directory.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
         replaces: The manifest of the data that has this name until the swap, or None.
@@ -126,7 +126,7 @@ class Manifest:
     pins: tuple[Pin, ...] = ()
     tags: tuple[str, ...] = ()
     keep: str | None = None
-    keeps_at_address: bool = False
+    keep_at: str | None = None
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
     replaces: Manifest | None = None
