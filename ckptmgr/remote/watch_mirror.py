@@ -246,10 +246,20 @@ class WatchMirror:
         self._wake()
 
     def _list(self, place: _Place) -> Upload:
-        there = {(one.name, one.id) for one in place.listing.scan()}
+        found = place.listing.scan()
+        removed: tuple[Checkpoint, ...] = ()
+        problem = None
+        if self._keep is not None and self._dropped(found, self._keep):
+            removed, problem = self._retain(place)  # a watch that was killed had that left to do
         with self._changed:
-            place.there = there
-        return Upload(directory=place.path, address=place.address, outcome="listed")
+            place.there = {(one.name, one.id) for one in found if one not in removed}
+        return Upload(
+            directory=place.path,
+            address=place.address,
+            outcome="listed",
+            removed=removed,
+            problem=problem,
+        )
 
     def _upload(self, place: _Place, one: Checkpoint) -> Upload:
         started = time.perf_counter()

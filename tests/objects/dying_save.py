@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that saves to an address, or a prune of it, that ends at one of its requests.
+"""A run that saves to an address, a mirror or a prune of it, that ends at one of its requests.
 
-`python -m tests.objects.dying_save save|mirror|prune URL REQUEST [in-flight]`: each line of the output of a
-run is the step of a save that was acknowledged; that of an uncut program ends with its requests.
+`python -m tests.objects.dying_save save|mirror|watch|prune URL REQUEST [in-flight]`: each line of the output
+of a run is the step of a save that was acknowledged, each JSON line of a watch an event; the output of an
+uncut program ends with its requests.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -14,14 +16,19 @@ from pathlib import Path
 import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
+from ckptmgr.cli import main as run_command
 from ckptmgr.cli import remote_prune
 from ckptmgr.objects import requests
 from ckptmgr.remote import mirror as mirrors
+from ckptmgr.remote import watch_mirror as watch_mirrors
 from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.objects.dying_run import Dying
+from tests.support.saved import save_run
 
 STEPS = 2
+WATCHED_STEPS = 3
+WATCH_KEEP = "last(2)"
 
 
 def train(url: str, until: int = STEPS) -> None:
@@ -45,15 +52,34 @@ def train_mirrored(folder: Path, url: str) -> None:
             print(step, flush=True)  # noqa: T201
 
 
+def save_and_mirror_first(folder: Path, url: str) -> None:
+    """Save in a folder; mirror the oldest checkpoint, as an earlier watch did."""
+    save_run(folder, range(1, WATCHED_STEPS + 1))
+    assert run("copy", "1", url, "--dir", folder).exit_code == 0
+
+
+def watch(folder: Path, url: str) -> None:
+    """Mirror a folder until all is done: two uploads, and the removal of the oldest checkpoint."""
+    command = ["ckptmgr", "watch", str(folder), "--once", "--json", "--mirror", url]
+    sys.argv = [*command, "--mirror-keep", WATCH_KEEP]
+    with contextlib.suppress(SystemExit):
+        run_command()
+
+
 def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
     """Run the program with a store that ends the process."""
+    folder = Path(tempfile.gettempdir()) / "run"
+    if kind == "watch":
+        save_and_mirror_first(folder, url)
     objects = Dying(requests.open_objects(url), last, is_in_flight=is_in_flight)
-    for place in (writers, mirrors, remote_prune, requests):
+    for place in (writers, mirrors, watch_mirrors, remote_prune, requests):
         place.open_objects = lambda url: objects  # type: ignore[attr-defined]
     if kind == "save":
         train(url)
     elif kind == "mirror":
-        train_mirrored(Path(tempfile.gettempdir()) / "run", url)
+        train_mirrored(folder, url)
+    elif kind == "watch":
+        watch(folder, url)
     else:
         assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
     for one in objects.requests:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,13 +19,14 @@ from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import DEFAULT_TRUST
 from tests.cli.running import run
-from tests.objects.dying_save import STEPS, train, train_mirrored
+from tests.objects.dying_save import STEPS, WATCH_KEEP, WATCHED_STEPS, train, train_mirrored
 from tests.support.saved import save_run
 
 pytestmark = pytest.mark.objects
 
 _PROGRAM = [sys.executable, "-m", "tests.objects.dying_save"]
 _WRITES = ("put", "create", "delete")
+_REQUESTS = (*_WRITES, "get", "read", "fetch", "find", "list")
 _PROCESSES = 2
 
 
@@ -49,14 +51,14 @@ def _listed(url: str) -> dict[int, State]:
 
 def _writes(done: subprocess.CompletedProcess[str]) -> list[int]:
     assert done.returncode == 0, done.stderr
-    kinds = [line for line in done.stdout.split() if not line.isdigit()]
+    kinds = [line for line in done.stdout.splitlines() if line in _REQUESTS]
     return [number for number, kind in enumerate(kinds, start=1) if kind in _WRITES]
 
 
 def _cut_everywhere(
     kind: str, new_bucket: Callable[..., str], prepare: Callable[[str], None], folder: Path
-) -> list[tuple[str, Path, list[int]]]:
-    """Return address, folder and acknowledged steps of programs that ended at each write.
+) -> list[tuple[str, Path, list[str]]]:
+    """Return address, folder and lines of output of programs that ended at each write.
 
     Each is ended before it, and in another run by SIGKILL while the store gets it.
     """
@@ -74,7 +76,7 @@ def _cut_everywhere(
     for (_, _, _, how), one in zip(cases, ended, strict=True):
         assert one.returncode == (-9 if how else 9), one.stderr
     return [
-        (url, place, [int(line) for line in one.stdout.split()])
+        (url, place, one.stdout.splitlines())
         for (url, place, _, _), one in zip(cases, ended, strict=True)
     ]
 
@@ -89,7 +91,7 @@ def test_run_that_is_killed_at_any_write_loses_nothing_and_goes_on_on_both_machi
         assert set(found.values()) <= {State.OK}
         assert run("verify", url).exit_code in ((0,) if found else (10,))
         if acknowledged:
-            assert max(found) >= acknowledged[-1]
+            assert max(found) >= int(acknowledged[-1])
         other = tmp_path / f"other-{number}"
         other.mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(folder if number % 2 else other))
@@ -113,9 +115,29 @@ def test_mirror_that_is_killed_at_any_write_loses_nothing_and_the_next_run_finis
         assert set(found.values()) <= {State.OK}
         assert run("verify", url).exit_code in ((0,) if found else (10,))
         if acknowledged:
-            assert max(found) >= acknowledged[-1]
+            assert max(found) >= int(acknowledged[-1])
         train_mirrored(folder / "run", url)
         assert _listed(url) == {STEPS: State.OK}
+
+
+def test_watch_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finishes_the_mirror(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    ended = _cut_everywhere("watch", new_bucket, lambda url: None, tmp_path)
+    assert len(ended) == 2 * 6
+    for url, folder, lines in ended:
+        found = _listed(url)
+        assert set(found.values()) == {State.OK}
+        assert run("verify", url).exit_code == 0
+        events = [json.loads(line) for line in lines]
+        mirrored = {one["checkpoint"]["step"] for one in events if one["event"] == "mirrored"}
+        assert mirrored <= set(found)
+        pruned = [one["checkpoint"]["step"] for one in events if one["event"] == "pruned"]
+        assert not set(pruned) & set(found)
+        again = run("watch", folder / "run", "--once", "--mirror", url, "--mirror-keep", WATCH_KEEP)
+        assert again.exit_code == 0, again.output
+        assert _listed(url) == {2: State.OK, WATCHED_STEPS: State.OK}
+        assert run("verify", url).exit_code == 0
 
 
 def test_prune_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finishes(

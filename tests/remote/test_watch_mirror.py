@@ -170,6 +170,18 @@ class _Locked(CountedObjects):
             raise PermissionError(errno.EACCES, "locked", key)
 
 
+def test_policy_is_applied_at_the_start_to_what_a_killed_watch_has_left(tmp_path: Path) -> None:
+    url = new_url()
+    save_run(tmp_path, [1, 2, 3])
+    assert run("watch", tmp_path, "--once", "--mirror", url).exit_code == 0
+    again = run("watch", tmp_path, "--once", "--mirror", url, "--mirror-keep", "last(2)")
+    assert (again.exit_code, again.stdout.count("pruned")) == (0, 1)
+    assert f"{url}/net-1_1.ckpt for good" in again.stdout
+    assert whole_names(open_objects(url), tmp_path / "check") == {"net-1_2.ckpt", "net-1_3.ckpt"}
+    last = run("watch", tmp_path, "--once", "--mirror", url, "--mirror-keep", "last(2)")
+    assert (last.exit_code, last.stdout.count("pruned")) == (0, 0)
+
+
 def test_retention_that_fails_there_does_not_fail_the_upload(tmp_path: Path, start: Start) -> None:
     first, last = saved_in(tmp_path, 1, 2)
     uploading = start(_Locked(new_objects()), keep="last(1)")

@@ -97,8 +97,9 @@ class MirrorState:
         """Take the end of an attempt; return its reports."""
         one = upload.checkpoint
         self._problem = None if upload.outcome == "refused" else upload.problem
+        pruned = [self._pruned(at, gone) for gone in upload.removed]
         if one is None or upload.outcome == "failed":
-            return []
+            return pruned
         self._since.pop(_key(one), None)
         if upload.outcome == "refused":
             self._refused[_key(one)] = upload.problem or ""
@@ -115,7 +116,7 @@ class MirrorState:
             checkpoint=one,
             figures={"seconds": upload.seconds},
         )
-        return [mirrored, *(self._pruned(at, gone) for gone in upload.removed)]
+        return [mirrored, *pruned]
 
     def _pruned(self, at: float, gone: Checkpoint) -> Report:
         return Report(
