@@ -89,7 +89,8 @@ def recorded_in(directory: Path) -> list[tuple[RetentionPolicy, Path]]:
     store = Store(directory)
     found: dict[RetentionPolicy, Path] = {}
     for counted in counted_together(store.scan()):
-        policy, newest = recorded_policy(store, counted), deciding_checkpoint(counted)
+        policy = recorded_policy(store, counted)
+        newest = deciding_checkpoint(one for line in counted.lines for one in line.checkpoints)
         if policy is not None and newest is not None:
             found.setdefault(policy, store.directory / manifest_name(newest.name))
     return list(found.items())

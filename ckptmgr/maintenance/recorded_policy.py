@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
@@ -25,10 +25,10 @@ from ckptmgr.store.manifest.model import manifest_name
 from ckptmgr.store.store import Store
 
 
-def deciding_checkpoint(counted: Counted) -> Checkpoint | None:
+def deciding_checkpoint(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
     """Return the checkpoint whose manifest says what to keep: the newest countable one of a run."""
     newest = max(
-        (one for one in _all(counted) if one.is_countable), key=lambda one: one.order, default=None
+        (one for one in checkpoints if one.is_countable), key=lambda one: one.order, default=None
     )
     return newest if newest is not None and newest.run_id else None
 
@@ -39,10 +39,25 @@ def recorded_policy(store: Store, counted: Counted) -> RetentionPolicy | None:
     Where no checkpoint has the metric of `best`, that rule is replaced as the run itself does.
 
     Raises:
-        CkptmgrError: This version does not know the policy, another user could have written it, or
-            the manifest cannot be read.
+        CkptmgrError: This version does not know the policy, another user could have written it,
+            the manifest cannot be read, or of several lines of runs each says something else.
     """
-    newest = deciding_checkpoint(counted)
+    lines = [one.checkpoints for one in counted.lines if one.newest is not None]
+    found = list(dict.fromkeys(_recorded_by(store, one) for one in lines))
+    if len(found) > 1:
+        raise CkptmgrError(
+            f"the runs of series {counted.series[0]!r} recorded different policies: "
+            + "; ".join("none" if one is None else str(one) for one in found),
+            path=store.directory,
+            hint="pass --keep; or leave out --by-series, then each run is pruned by its own",
+        )
+    if not found or found[0] is None:
+        return None
+    return without_unranked([one for line in lines for one in line], found[0])[0]
+
+
+def _recorded_by(store: Store, line: Sequence[Checkpoint]) -> RetentionPolicy | None:
+    newest = deciding_checkpoint(line)
     manifest = None if newest is None else store.read_manifest(newest.name)
     if newest is None or manifest is None or manifest.keep is None:
         return None
@@ -55,12 +70,11 @@ def recorded_policy(store: Store, counted: Counted) -> RetentionPolicy | None:
     elif manifest.auth is None and manifest.signed_by is None:  # nothing proves who wrote it
         check_writers(path, path.stat())
     try:
-        policy = parse_policy(manifest.keep, is_stored=True)
+        return parse_policy(manifest.keep, is_stored=True)
     except PolicyTextError as error:
         raise CkptmgrError(
             f"the policy that its run recorded: {error.message}", path=path, hint="pass --keep"
         ) from error
-    return without_unranked(_all(counted), policy)[0]
 
 
 def check_writers(path: Path, status: os.stat_result) -> None:
@@ -77,7 +91,3 @@ def check_writers(path: Path, status: os.stat_result) -> None:
         path=path,
         hint="pass --keep; or look at what it holds, then chown it to yourself or the directory's owner and chmod o-w",
     )
-
-
-def _all(counted: Counted) -> Sequence[Checkpoint]:
-    return [one for line in counted.lines for one in line.checkpoints]

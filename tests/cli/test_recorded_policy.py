@@ -102,6 +102,23 @@ def test_policy_that_changed_between_two_runs_is_that_of_the_last(tmp_path: Path
     assert run_json("prune", tmp_path, "--dry-run")["summary"]["policy"] == "last(7)"
 
 
+@pytest.mark.parametrize("other", ["all", None])
+def test_policy_of_one_run_is_not_applied_to_another_of_the_same_series(
+    tmp_path: Path, other: str | None
+) -> None:
+    if other is None:
+        save_run(tmp_path, [1, 2])
+    else:
+        train(tmp_path, [1, 2], other)
+    train(tmp_path, [11, 12], "last(1)")
+    assert planned(tmp_path)["drop"] == [11]
+    result = run("prune", tmp_path, "--by-series", "--yes", "--now")
+    said = f"the runs of series 'net' recorded different policies: last(1); {other or 'none'}"
+    assert (result.exit_code, said in result.stderr) == (2, True)
+    assert len(Store(tmp_path).scan()) == 4
+    assert planned(tmp_path, "--by-series", "--keep", "last(1)")["drop"] != []
+
+
 def test_ckptmgr_toml_written_by_hand_comes_before_the_policy_of_the_run(tmp_path: Path) -> None:
     (tmp_path / "ckptmgr.toml").write_text('keep = "last(2)"\n')
     train(tmp_path, [1, 2, 3], "all")
