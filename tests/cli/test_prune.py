@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
+import select
 import shutil
 import signal
 import subprocess
@@ -457,11 +457,12 @@ class Terminal:
 
     def interrupt(self) -> int:
         """Press Ctrl-C and return the exit code."""
-        while self._process.poll() is None:
-            # A signal that comes just before Python starts to read is noticed only when the next one comes.
+        self._process.send_signal(signal.SIGINT)
+        # A signal that comes just before Python starts to read is noticed only when the next one comes. None may come
+        # after the answer, which the process shows before it ends.
+        while not select.select([self._leader], [], [], 2.0)[0]:
             self._process.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=2)
+        self._process.communicate(timeout=60)
         os.close(self._leader)
         return self._process.returncode
 
