@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -29,6 +30,7 @@ class JsonLinesObserver:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self._ends_whole = False  # whether the last line is known to have an end
 
     def __call__(self, event: Event) -> None:
         """Append one event."""
@@ -41,9 +43,20 @@ class JsonLinesObserver:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, flags, 0o666)
         try:
-            os.write(descriptor, line.encode())
+            data = line.encode() if self._ends_whole else self._missing_end() + line.encode()
+            self._ends_whole = False
+            self._ends_whole = os.write(descriptor, data) == len(data)
         finally:
             os.close(descriptor)
+
+    def _missing_end(self) -> bytes:
+        """Return the end of a last line that a crash or a full disk cut short, if it has none."""
+        with contextlib.suppress(OSError):  # it is empty, may not be read, or was just rotated
+            if self._path.is_file():
+                with self._path.open("rb") as file:
+                    file.seek(-1, os.SEEK_END)
+                    return b"" if file.read(1) == b"\n" else b"\n"
+        return b""
 
 
 class EventLines(NamedTuple):

@@ -74,6 +74,15 @@ def test_pipe_without_a_reader_does_not_hold_up_the_training(tmp_path: Path) -> 
         JsonLinesObserver(tmp_path / "events.jsonl")(EVENT)
 
 
+def test_event_after_a_line_that_a_crash_cut_short_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "cut sh', encoding="utf-8")
+    for _ in range(2):
+        JsonLinesObserver(path)(EVENT)
+    found = read_events(path.read_text(encoding="utf-8").splitlines())
+    assert (found.events, found.unreadable_count) == ([EVENT, EVENT], 1)
+
+
 def test_metric_that_is_no_number_is_null_and_comes_back_as_nan(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     JsonLinesObserver(path)(Event(name="save.durable", at=1.0, metrics={"loss": math.inf}))
