@@ -267,9 +267,13 @@ class ObstoreObjects:
         try:
             yield
         except (errors.NotFoundError, FileNotFoundError) as error:
-            raise FileNotFoundError(errno.ENOENT, "no such object or bucket", place) from error
+            raise FileNotFoundError(errno.ENOENT, "no such object or bucket", place) from _safe(
+                error
+            )
         except (errors.AlreadyExistsError, errors.PreconditionError, FileExistsError) as error:
-            raise FileExistsError(errno.EEXIST, "there is such an object already", place) from error
+            raise FileExistsError(
+                errno.EEXIST, "there is such an object already", place
+            ) from _safe(error)
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _first_line(error), place) from _safe(error)
         except errors.BaseError as error:

@@ -51,11 +51,10 @@ class JsonLinesObserver:
 
     def _missing_end(self) -> bytes:
         """Return the end of a last line that a crash or a full disk cut short, if it has none."""
-        with contextlib.suppress(OSError):  # it is empty, may not be read, or was just rotated
-            if self._path.is_file():
-                with self._path.open("rb") as file:
-                    file.seek(-1, os.SEEK_END)
-                    return b"" if file.read(1) == b"\n" else b"\n"
+        # It is empty, may not be read, was just rotated, or is a pipe, which cannot seek.
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return b"" if file.read(1) == b"\n" else b"\n"
         return b""
 
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -209,3 +211,37 @@ def test_endpoint_that_is_no_address_is_an_error_of_the_network(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "://")
     with pytest.raises(ConnectionError, match=_URL):
         open_objects(_URL).get("k")
+
+
+class _Answer(BaseHTTPRequestHandler):
+    """Answers each request with the status that ends its key."""
+
+    def do_GET(self) -> None:
+        self.send_response(int(self.path[-3:]))
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Log nothing."""
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (404, FileNotFoundError),
+        (412, FileExistsError),
+        (403, PermissionError),
+        (400, ConnectionError),
+    ],
+)
+def test_answer_of_a_server_shows_no_password_of_the_endpoint(
+    status: int, kind: type[OSError], refusing_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:secret@{place}")
+        with pytest.raises(kind) as caught:
+            open_objects(_URL).get(f"key-{status}")
+        server.shutdown()
+    assert "secret" not in "".join(traceback.format_exception(caught.value))
