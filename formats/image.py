@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -32,7 +32,7 @@ from typing import NamedTuple
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
 from .image_uses import TensorUses
-from .tensor import ContentPieces, Tensor, content_of
+from .tensor import JOINERS, ContentPieces, Tensor, content_of
 
 MOST_LATE_BYTES = (4 << 20) - (4 << 10)
 """A late head and the bytes behind it fit into one chunk of 4 MiB, sealed or not."""
@@ -211,15 +211,23 @@ class _Run:
 
     def __call__(self) -> memoryview:
         # As bytes: the garbage collector would visit each of many views, several times.
-        contents = [
-            part if isinstance(part, bytes) else bytes(content_of(part)) for part in self.parts
-        ]
-        return memoryview(b"".join(contents))
+        joined = _joined(self.parts)
+        contents = (one if isinstance(one, bytes) else bytes(content_of(one)) for one in self.parts)
+        return memoryview(b"".join(contents if joined is None else joined))
 
     def joined(self) -> bytearray:
         """Return the same content in memory that can be overwritten, without other copies."""
         parts = self.parts
         return bytearray().join(one if isinstance(one, bytes) else content_of(one) for one in parts)
+
+
+def _joined(parts: Sequence[bytes | Tensor]) -> Sequence[memoryview] | None:
+    tensors = [one for one in parts if isinstance(one, Tensor)]
+    kinds = {one.func if isinstance(one, partial) else None for _, one in tensors}
+    if len(tensors) < len(parts) or len(kinds) > 1:
+        return None
+    join = JOINERS.get(kinds.pop())
+    return None if join is None else join(tensors)
 
 
 class ImageBuilder:

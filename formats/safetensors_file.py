@@ -82,7 +82,7 @@ def build_safetensors_image(
     """
     check_count(len(items))
     stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
-    found = map(_as_tensor, items)
+    found = _as_tensors(items)
     if is_as_library or MINDSPORE_METADATA.items() <= stored.items():
         tensors, alignment = in_library_order(found), LIBRARY_ALIGNMENT
     else:
@@ -111,7 +111,7 @@ def build_image_in_given_order(tensors: Sequence[Tensor], *, metadata: Mapping[s
     `build_safetensors_image`.
     """
     check_count(len(tensors))
-    placed = sorted(map(_as_tensor, tensors), key=lambda one: -one.spec.dtype.item_bytes)
+    placed = sorted(_as_tensors(tensors), key=lambda one: -one.spec.dtype.item_bytes)
     _check_names(placed, {}, crc=False)
     specs = [tensor.spec for tensor in placed]
     return _image(HeaderText(specs, metadata, alignment=COMPACT_ALIGNMENT), placed)
@@ -130,22 +130,30 @@ def _image(
         builder.add(header.encode())
     elif late_head is None:
         builder.add(header.encode(_crc_of(tensors)))
-    for tensor in tensors:
-        builder.add_tensor(tensor, size_bytes=tensor.spec.size_bytes)
+    for tensor, size_bytes in zip(tensors, header.sizes_bytes, strict=True):
+        builder.add_tensor(tensor, size_bytes=size_bytes)
     return Image(builder.finish(), late_head=late_head)
 
 
-def _as_tensor(item: Item) -> Tensor:
-    if not isinstance(item, Tensor):
-        kind = type(item).__name__
-        raise FormatError(f"safetensors cannot hold a {kind}; use .ckpt", tensor=item.name)
-    if spelling_of(item.spec.dtype) is None:
-        raise UnsupportedError(
-            f"safetensors cannot hold {item.spec.dtype.name}; convert it", tensor=item.spec.name
-        )
-    if len(item.spec.stated_shape) > _MAX_RANK:
-        raise FormatError(f"more than {_MAX_RANK} dimensions", tensor=item.spec.name)
-    return item
+def _as_tensors(items: Iterable[Item]) -> list[Tensor]:
+    """Return the items, checked; each element type once."""
+    known: dict[int, DType] = {}
+    tensors: list[Tensor] = []
+    for item in items:
+        if not isinstance(item, Tensor):
+            kind = type(item).__name__
+            raise FormatError(f"safetensors cannot hold a {kind}; use .ckpt", tensor=item.name)
+        name, dtype, shape = item.spec
+        if id(dtype) not in known or len(shape) > _MAX_RANK:
+            if spelling_of(dtype) is None:
+                raise UnsupportedError(
+                    f"safetensors cannot hold {dtype.name}; convert it", tensor=name
+                )
+            if len(item.spec.stated_shape) > _MAX_RANK:
+                raise FormatError(f"more than {_MAX_RANK} dimensions", tensor=name)
+            known[id(dtype)] = dtype
+        tensors.append(item)
+    return tensors
 
 
 def _late_head(header: HeaderText, *, is_for_mindspore: bool) -> LateHead | None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from .dtypes import DType
 from .errors import FormatError
@@ -29,6 +29,7 @@ class HeaderText:
     """The header of a file, `specs` in data order; its length does not depend on the CRC32.
 
     Without `metadata` there is no `__metadata__`. The data starts at a multiple of `alignment`.
+    `sizes_bytes` are those of the tensors.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class HeaderText:
         self.specs = specs
         self._metadata = metadata
         self._alignment = alignment
-        self._tensors = "".join(_header_entries(specs)).encode()
+        texts, self.sizes_bytes = _header_entries(specs)
+        self._tensors = "".join(texts).encode()
 
     def encode(self, crc: int | None = None) -> bytes:
         """Return the length of the header, and the header."""
@@ -62,17 +64,22 @@ class HeaderText:
         return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded.ljust(header_bytes)
 
 
-def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
-    """Yield the JSON of each tensor; types and shapes that repeat are spelled once."""
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+def _header_entries(specs: Sequence[TensorSpec]) -> tuple[list[str], list[int]]:
+    """Return the JSON and the size of each tensor; types and shapes that repeat are spelled once."""
+    kinds: dict[tuple[int, tuple[int, ...]], tuple[str, int]] = {}
+    texts, sizes_bytes = [], []
     offset = 0
     for spec in specs:
-        key = (spec.dtype.name, spec.stated_shape)
+        name, dtype, shape = spec
+        key = (id(dtype), shape)  # each row is alive, and packed ones have the shape
         kind = kinds.get(key)
         if kind is None:
-            shape = ",".join(map(str, spec.stated_shape))
-            text = f'"dtype":"{spelling_of(spec.dtype)}","shape":[{shape}],"data_offsets":'
+            stated = ",".join(map(str, spec.stated_shape))
+            text = f'"dtype":"{spelling_of(dtype)}","shape":[{stated}],"data_offsets":'
             kind = kinds[key] = text, spec.size_bytes
         text, size_bytes = kind
-        yield f",{quoted(spec.name)}:{{{text}[{offset},{offset + size_bytes}]}}"
-        offset += size_bytes
+        stop = offset + size_bytes
+        texts.append(f",{quoted(name)}:{{{text}[{offset},{stop}]}}")
+        sizes_bytes.append(size_bytes)
+        offset = stop
+    return texts, sizes_bytes

@@ -9,7 +9,7 @@ written.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
@@ -51,6 +51,15 @@ class Tensor(NamedTuple):
 
     spec: TensorSpec
     content: Callable[[], memoryview]
+
+
+_Join = Callable[[Sequence[Tensor]], "list[memoryview] | None"]
+JOINERS: dict[object, _Join] = {}
+"""Functions that join the contents of small tensors, by the function that a partial content calls.
+
+A content of each takes three times as long. The result is None if they cannot be joined, or if a
+tensor is no longer as its specification says.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

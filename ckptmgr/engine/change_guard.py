@@ -36,7 +36,8 @@ import numpy as np
 
 from ckptmgr.engine.staged_state import COPY_PIECE_BYTES
 from ckptmgr.formats.tensor import Tensor, flat_memory
-from ckptmgr.state.arrays import array_bytes, jax_bytes, torch_bytes
+from ckptmgr.state.arrays import array_bytes, jax_bytes
+from ckptmgr.state.torch_memory import torch_bytes
 
 if TYPE_CHECKING:
     import torch

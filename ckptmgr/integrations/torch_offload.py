@@ -35,7 +35,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.spill import SpillFile
-from ckptmgr.state.arrays import torch_bytes
+from ckptmgr.state.torch_memory import torch_bytes
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)

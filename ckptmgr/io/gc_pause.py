@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 from ckptmgr.core.contexts import contextmanager
 
@@ -37,6 +38,27 @@ def gc_paused() -> Iterator[None]:
     finally:
         _is_paused = False
         gc.enable()
+
+
+_SHORT_BYTES = 256 << 20
+"""What is read or written in about a second."""
+
+
+@contextmanager
+def gc_paused_if_short() -> Iterator[Callable[[int], None]]:
+    """Pause the collector within a `with` block, or until the block turns out to take long.
+
+    The function that is yielded takes the number of bytes that are about to be read or written. The
+    collector scans what is alive at the end of a pause: one pause for all steps has one such scan.
+    """
+    with ExitStack() as pause:
+        pause.enter_context(gc_paused())
+
+        def end_if_long(size_bytes: int) -> None:
+            if size_bytes > _SHORT_BYTES:
+                pause.close()
+
+        yield end_if_long
 
 
 def _end_in_child() -> None:

@@ -299,11 +299,22 @@ class RunCandidates(ABC, Generic[_Loaded]):
 
 
 class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
-    """The checkpoints of a series, to be restored into `state`."""
+    """The checkpoints of a series, to be restored into `state`.
 
-    def __init__(self, reader: SeriesReader, state: object, *, allow_bare: bool = False) -> None:
+    `before_load` is called with the size of each in bytes before it is read.
+    """
+
+    def __init__(
+        self,
+        reader: SeriesReader,
+        state: object,
+        *,
+        allow_bare: bool = False,
+        before_load: Callable[[int], object] = lambda _: None,
+    ) -> None:
         super().__init__(reader, reader.series, allow_bare=allow_bare)
         self._state = state
+        self._before_load = before_load
 
     def as_own(self, bare: Checkpoint) -> Checkpoint | None:
         """Return a file without manifest as the checkpoint that its name says it is, or None."""
@@ -314,6 +325,7 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
 
     def load(self, checkpoint: Checkpoint) -> StoredState | InPlaceState:
         """Read a checkpoint; the state does not change yet."""
+        self._before_load(checkpoint.size_bytes)
         return self._reader.read(checkpoint, self._state)
 
 

@@ -27,7 +27,12 @@ def _plain_dtype_of(dtype: np.dtype) -> tuple[Node, str]:
     return encode_dtype(dtype), dtype.name if dtype.isnative else ""
 
 
-def checked_type(dtype: np.dtype, path: Path) -> tuple[Node, str]:
+def is_storable(dtype: np.dtype) -> bool:
+    """Return whether the elements of an array are plain bytes."""
+    return _dtype_of(dtype)[0] is not None
+
+
+def _checked_type(dtype: np.dtype, path: Path) -> tuple[Node, str]:
     """Return the node and the table's name, or "", of the element type of an array.
 
     Raises UnsupportedState if its elements are not plain bytes.
@@ -43,7 +48,7 @@ def checked_type(dtype: np.dtype, path: Path) -> tuple[Node, str]:
 def array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
     """Return the leaf of a NumPy array."""
     dtype, shape = array.dtype, array.shape
-    node, spelling = checked_type(dtype, path)
+    node, spelling = _checked_type(dtype, path)
     spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
     rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)

@@ -12,7 +12,6 @@ little-endian and on the host.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -34,6 +33,7 @@ from ckptmgr.formats.tensor import (
     tensor_from_array,
     tensor_from_packed,
 )
+from ckptmgr.state.torch_memory import torch_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -129,39 +129,6 @@ def is_wrapper(value: torch.Tensor) -> bool:
 
     plain = getattr(torch.Tensor, "__torch_dispatch__", None)
     return getattr(type(value), "__torch_dispatch__", None) is not plain
-
-
-def torch_bytes(value: torch.Tensor) -> memoryview:
-    """Return a strided tensor in C order; a view when it is contiguous and on the CPU."""
-    if not (value.is_cpu and value.is_contiguous()) or value.is_conj() or value.is_neg():
-        value = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(_exposed(value)).cast("B")[: value.nbytes]
-
-
-def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
-    """Return the bytes of a contiguous tensor on the CPU, over the same memory.
-
-    `tensor.numpy()` would mark the storage as exposed to NumPy, which `engine.change_guard` checks.
-    """
-    if not tensor.nbytes:
-        return np.empty(0, np.uint8)
-    return np.frombuffer(_exposed(tensor), np.uint8, tensor.nbytes)
-
-
-# One type for tensors of all sizes, as ctypes takes 20 us to make a type. What uses it cuts it.
-_exposed_at: Callable[[int], Any] = (ctypes.c_ubyte * (sys.maxsize >> 1)).from_address
-_NOTHING = (ctypes.c_ubyte * 0)()
-
-
-def _exposed(tensor: torch.Tensor) -> Any:
-    """Return the memory that begins with a tensor, and that keeps the tensor alive."""
-    if not tensor.nbytes:
-        return _NOTHING
-    # The zero tensors of autograd have no memory before they are copied.
-    tensor = tensor if tensor.data_ptr() else tensor.clone()
-    memory = _exposed_at(tensor.data_ptr())
-    memory.tensor = tensor
-    return memory
 
 
 def torch_tensor(array: np.ndarray) -> torch.Tensor:

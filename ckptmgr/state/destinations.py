@@ -20,11 +20,12 @@ import numpy as np
 
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry
-from ckptmgr.state.arrays import framework_of, is_wrapper, memory_of_tensor, torch_tensor
+from ckptmgr.state.arrays import framework_of, is_wrapper, torch_tensor
 from ckptmgr.state.fill import can_copy_into
 from ckptmgr.state.leaves import are_disjoint, owner_of
 from ckptmgr.state.overlaps import conflicts, overlapping_targets
 from ckptmgr.state.paths import mismatch
+from ckptmgr.state.torch_memory import memory_of_tensor
 
 _HINT = "give arrays of the stored shapes and types, or load without into"
 _INTO = "the arrays given as into"

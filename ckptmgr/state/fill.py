@@ -44,7 +44,7 @@ def has_dtensors(target: Any) -> bool:
 def are_alike(one: Any, other: Any) -> bool:
     """Return whether two torch tensors have the same shape, type and layout."""
     return bool(
-        one.shape == other.shape and one.dtype is other.dtype and one.layout is other.layout
+        one.dtype is other.dtype and one.layout is other.layout and one.shape == other.shape
     )
 
 
@@ -63,6 +63,32 @@ def can_copy_into(tensor: Any) -> bool:
                 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
             )
         )
+    )
+
+
+def takes_directly(target: Any, stored: Any) -> bool:
+    """Return whether a plain array or tensor certainly takes the elements of a stored one as they are.
+
+    Most do. False means that they are still to be compared.
+    """
+    kind = type(target)
+    if kind is np.ndarray:
+        return (
+            type(stored) is np.ndarray
+            and target.dtype == stored.dtype
+            and target.shape == stored.shape
+            and target.flags.writeable
+        )
+    torch = sys.modules.get("torch")
+    if torch is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
+        return False
+    return (
+        type(stored) in (torch.Tensor, torch.nn.Parameter)
+        and are_alike(target, stored)
+        and target.layout is torch.strided
+        and target.is_cpu
+        and target.is_contiguous()
+        and not target.is_quantized
     )
 
 
@@ -166,11 +192,11 @@ class SharedTargets:
 
     def problems(self, fills: Sequence[Fill]) -> list[str]:
         """Return the conflicts between fills, each after its path."""
-        targets = dict(enumerate(one.target for one in fills))
+        targets = dict(enumerate([one.target for one in fills]))
         self.has_overlaps = bool(overlapping_targets(targets))
         if not self.has_overlaps:
             return []
-        stored = dict(enumerate(one.stored for one in fills))
+        stored = dict(enumerate([one.stored for one in fills]))
         found = conflicts(targets, stored, self._read_contents)
         return [
             f"{fills[one.later].path} {one.naming(lambda index: str(fills[index].path))}"

@@ -9,29 +9,37 @@ from __future__ import annotations
 import io
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
 from functools import cache
-from itertools import chain
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptmgr.core.notes import add_note
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.array_leaves import array_leaf, checked_type, foreign_leaf
+from ckptmgr.state.array_leaves import array_leaf, foreign_leaf, is_storable
 from ckptmgr.state.arrays import Framework, framework_of
 from ckptmgr.state.configs import config_content, is_config
+from ckptmgr.state.frames import (
+    WAY_OUT,
+    Frame,
+    Part,
+    mapping_parts,
+    module_frame,
+    ordered_frame,
+    record_frame,
+    sequence_frame,
+    set_nodes,
+    stream_frame,
+    type_name,
+)
 from ckptmgr.state.leaves import Leaf, plan_storage
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
-from ckptmgr.state.random import generator_key, generator_state, global_generators
-from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, keras_way_out, record_of
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, unsupported
+from ckptmgr.state.random import generator_key, generator_state
+from ckptmgr.state.records import JAX_KEY, is_jax_key, keras_way_out, record_of
 from ckptmgr.state.scalars import (
     ENCODERS,
-    MOST_EQUAL_HASHES,
     encode_atom,
-    encode_key,
-    has_too_many_equal_hashes,
 )
 from ckptmgr.state.skeleton import skeleton_of
 from ckptmgr.state.text_forms import text_problem
@@ -42,7 +50,6 @@ if TYPE_CHECKING:  # one process has no slices
 _INLINE_BYTES = 1024
 _BYTES = (bytes, bytearray)
 _ATOMS = {kind: encode for kind, encode in ENCODERS.items() if kind not in _BYTES}
-_WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
 _CONTAINERS: dict[type, str] = {
     dict: "dict",
     OrderedDict: "ordered",
@@ -52,24 +59,6 @@ _CONTAINERS: dict[type, str] = {
     list: "list",
     tuple: "tuple",
 }
-
-
-_Part = tuple[Sequence[Node], object, object]
-"""Nodes to write before a value, the value, and its key or index."""
-
-
-class _Frame(NamedTuple):
-    """A container whose parts are being encoded."""
-
-    parts: Iterator[_Part]
-    path: Path
-    step: (
-        Literal["key", "index", "object"] | None
-    )  # None when the one part stands for the container itself
-    depth: int  # of the parts
-    end: Sequence[Node]  # nodes to write after the parts
-    container: int | None  # its id; None for a tensor that is split into parts
-    tie: object = None  # identity of a mutable object, the same at every occurrence
 
 
 class Flattener:
@@ -91,7 +80,7 @@ class Flattener:
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
         self._usual_types = () if slicer is not None else _usual_types()
-        self._frames: list[_Frame] = []
+        self._frames: list[Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
         self._ends: dict[object, list[int]] = {}
@@ -125,16 +114,18 @@ class Flattener:
             start = end
         return [*nodes, *self._nodes[start:]]
 
-    def _walk(self, frame: _Frame) -> None:
+    def _walk(self, frame: Frame) -> None:
         """Encode the parts of a container, until one has parts of its own or none is left."""
         path, step = frame.path, frame.step
-        nodes, usual_types = self._nodes, self._usual_types
+        nodes, usual_types, is_dry = self._nodes, self._usual_types, self._is_dry
         for before, value, key in frame.parts:
             nodes.extend(before)
             kind = type(value)
             encoder = _ATOMS.get(kind)
             if encoder is not None:
                 nodes.append(encoder(value))
+                continue
+            if is_dry and kind in usual_types and _is_storable(value):
                 continue
             at = path if step is None else Path(path, step, key)
             if kind in usual_types and self._usual_array(value, at):
@@ -151,10 +142,6 @@ class Flattener:
 
     def _usual_array(self, value: Any, path: Path) -> bool:
         """Encode an array of the types that most are; return whether it is a plain one."""
-        if self._is_dry:
-            if type(value) is np.ndarray:
-                checked_type(value.dtype, path)
-            return True
         if type(value) is np.ndarray:
             leaf = array_leaf(value, path, self._unique(path.tensor_name()))
         else:
@@ -177,8 +164,8 @@ class Flattener:
         frame = self._frame(value, path, depth + 1)
         if frame is None:
             problem = text_problem(value)
-            what = f"is a {_type_name(value)}, which {problem or 'cannot be stored'}"
-            raise unsupported(path, what, "store it as a string" if problem else _WAY_OUT)
+            what = f"is a {type_name(value)}, which {problem or 'cannot be stored'}"
+            raise unsupported(path, what, "store it as a string" if problem else WAY_OUT)
         if depth >= MAX_DEPTH:
             raise unsupported(
                 path, f"is nested more than {MAX_DEPTH} deep", "store a flatter state"
@@ -210,45 +197,45 @@ class Flattener:
             return True
         way_out = keras_way_out(value)
         if way_out is not None:
-            raise unsupported(path, f"is a {_type_name(value)}", way_out)
+            raise unsupported(path, f"is a {type_name(value)}", way_out)
         return False
 
-    def _frame(self, value: Any, path: Path, depth: int) -> _Frame | None:
+    def _frame(self, value: Any, path: Path, depth: int) -> Frame | None:
         unknown: Any = value
         kind = _CONTAINERS.get(type(value))
         match kind:
             case "dict" | "counter" | "defaultdict":
-                parts = _mapping(value, path)
-                return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value), id(value))
+                parts = mapping_parts(value, path)
+                return Frame(parts, path, "key", depth, [{kind: len(value)}], id(value), id(value))
             case "ordered":
-                return _ordered(value, path, depth)
+                return ordered_frame(value, path, depth)
             case "list" | "tuple":
-                return _sequence(value, path, depth, end=[{kind: len(value)}])
+                return sequence_frame(value, path, depth, end=[{kind: len(value)}])
             case "deque":
                 ends: list[Node] = [{"list": len(value)}, {kind: value.maxlen}]
-                return _sequence(value, path, depth, end=ends)
+                return sequence_frame(value, path, depth, end=ends)
         if is_config(value):
             parts = iter([((), config_content(value), None)])
-            return _Frame(parts, path, None, depth, (), id(value), id(value))
+            return Frame(parts, path, None, depth, (), id(value), id(value))
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
             names: list[Node] = [str(field) for field in fields]
             end: Node = {"namedtuple": [type(value).__name__, names]}
-            return _sequence(value, path, depth, end=[end])
+            return sequence_frame(value, path, depth, end=[end])
         if type(value) in (set, frozenset):
             tie = id(value) if type(value) is set else None
-            return _Frame(iter(()), path, None, depth, _set(value, path), id(value), tie)
+            return Frame(iter(()), path, None, depth, set_nodes(value, path), id(value), tie)
         if type(value) is io.BytesIO:
-            return _stream(value, path, depth)
+            return stream_frame(value, path, depth)
         if type(value) is ModuleType:
-            return _module(value, path, depth)
+            return module_frame(value, path, depth)
         found = generator_state(value)
         if found is not None:
             node, state = found
             key = generator_key(value)
-            return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
+            return Frame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
         if self._is_dry and (_has(value, "state_dict") or _has(value, "load_state_dict")):
-            return _Frame(iter(()), path, None, depth, (), id(value))
+            return Frame(iter(()), path, None, depth, (), id(value))
         if _has(value, "state_dict"):
             try:
                 inner = unknown.state_dict()
@@ -256,9 +243,9 @@ class Flattener:
                 add_note(error, f"while saving {path}")
                 raise
             parts = iter([((), inner, None)])
-            return _Frame(parts, path, "object", depth, (), id(value), id(value))
+            return Frame(parts, path, "object", depth, (), id(value), id(value))
         record = record_of(value)
-        return None if record is None else _record(record, value, path, depth)
+        return None if record is None else record_frame(record, value, path, depth)
 
     def _torch_atom(self, value: object) -> tuple[Node] | None:
         if "torch" not in sys.modules or not type(value).__module__.startswith("torch"):
@@ -289,13 +276,13 @@ class Flattener:
                 pass
             case "numpy":
                 if type(value) not in (np.ndarray, np.memmap):
-                    raise unsupported(path, f"is a {_type_name(value)}", "store a plain ndarray")
+                    raise unsupported(path, f"is a {type_name(value)}", "store a plain ndarray")
                 self._add(array_leaf(value, path, self._unique(path.tensor_name())))
             case "torch":
                 self._torch_tensor(value, path, depth)
             case "jax" if is_jax_key(value):
                 self._held.append(value)
-                self._frames.append(_record(JAX_KEY, value, path, depth + 1))
+                self._frames.append(record_frame(JAX_KEY, value, path, depth + 1))
             case _:
                 self._add(foreign_leaf(value, path, self._unique(path.tensor_name())))
 
@@ -319,9 +306,9 @@ class Flattener:
             self._add(adapter.torch_leaf(value, path, self._unique(path.tensor_name())))
             return
         node, parts = split
-        values: list[_Part] = [((), part, name) for name, part in parts.items()]
+        values: list[Part] = [((), part, name) for name, part in parts.items()]
         self._held.append(value)
-        self._frames.append(_Frame(iter(values), path, "key", depth + 1, [node], None, id(value)))
+        self._frames.append(Frame(iter(values), path, "key", depth + 1, [node], None, id(value)))
 
     def _add(self, leaf: Leaf) -> None:
         self._leaves.append(leaf)
@@ -341,76 +328,6 @@ class Flattener:
         return candidate
 
 
-def _mapping(value: Any, path: Path) -> Iterator[_Part]:
-    _check_hashes(value, path)
-    # Copies, because state_dict() of a part may change the mapping.
-    keys, values = list(value), list(value.values())
-    before = [
-        (key,) if type(key) is str and key.isascii() else encode_key(key, path) for key in keys
-    ]
-    return zip(before, values, keys, strict=True)
-
-
-def _ordered(value: Any, path: Path, depth: int) -> _Frame:
-    extra = vars(value)
-    if extra.keys() - {"_metadata"}:
-        raise unsupported(path, f"is an OrderedDict with attributes {sorted(extra)}", _WAY_OUT)
-    parts = _mapping(value, path)
-    end: list[Node] = [{"ordered": len(value)}]
-    if not extra:
-        return _Frame(parts, path, "key", depth, end, id(value), id(value))
-    # torch keeps the versions of its modules there, for load_state_dict.
-    metadata: list[_Part] = [(end, extra["_metadata"], "_metadata")]
-    end = [{"with_metadata": 2}]
-    return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
-
-
-def _sequence(value: Any, path: Path, depth: int, *, end: list[Node]) -> _Frame:
-    parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
-    tie = id(value) if isinstance(value, list | deque) else None
-    return _Frame(iter(parts), path, "index", depth, end, id(value), tie)
-
-
-def _record(record: Record, value: object, path: Path, depth: int) -> _Frame:
-    try:
-        content = record.content(value)
-    except ValueError as error:
-        raise unsupported(path, str(error), _WAY_OUT) from None
-    tie = id(value) if record.is_mutable else None
-    return _Frame(iter([((), content, None)]), path, None, depth, (), id(value), tie)
-
-
-def _module(value: ModuleType, path: Path, depth: int) -> _Frame | None:
-    generators = global_generators(value)
-    if generators is None:
-        return None
-    if isinstance(generators, tuple):  # a machine without these devices reads their states, too
-        generators = tuple(one.get_state() for one in generators)
-    return _Frame(iter([((), generators, None)]), path, None, depth, (), id(value))
-
-
-def _stream(value: io.BytesIO, path: Path, depth: int) -> _Frame:
-    end: list[Node] = [{"bytesio": value.tell()}]
-    return _Frame(
-        iter([((), value.getvalue(), None)]), path, None, depth, end, id(value), id(value)
-    )
-
-
-def _check_hashes(keys: Collection[object], path: Path) -> None:
-    """Raise UnsupportedState for a dict or set that a load would refuse."""
-    if has_too_many_equal_hashes(keys):
-        what = f"is a {_type_name(keys)} of which more than {MOST_EQUAL_HASHES} keys share one hash"
-        raise unsupported(path, what, "use strings as keys")
-
-
-def _set(value: Any, path: Path) -> list[Node]:
-    _check_hashes(value, path)
-    # Sets iterate in an order that changes from run to run; skeletons must not.
-    parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
-    nodes = [node for part in parts for node in part]
-    return [*nodes, {type(value).__name__: len(parts)}]
-
-
 def _usual_types() -> tuple[type, ...]:
     """Return the types of which most arrays are."""
     torch = sys.modules.get("torch")
@@ -424,12 +341,11 @@ def _torch_values() -> ModuleType:
     return torch_values
 
 
+def _is_storable(value: Any) -> bool:
+    """Return whether a value of the usual types has elements of a type that can be stored."""
+    return type(value) is not np.ndarray or is_storable(value.dtype)
+
+
 def _has(value: object, method: str) -> bool:
     is_instance = not isinstance(value, type | ModuleType)
     return is_instance and callable(getattr(value, method, None))
-
-
-def _type_name(value: object) -> str:
-    kind = type(value)
-    is_builtin = kind.__module__ == "builtins"
-    return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"

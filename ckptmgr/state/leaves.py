@@ -39,7 +39,11 @@ class Memory(NamedTuple):
     content: Callable[[int, int], memoryview]  # bytes between two addresses in the storage
 
 
-Span = tuple[str, int, int]
+Span = tuple[str, int, int, int]
+"""The memory that an array reaches: device, start, stop; and the bytes of its elements."""
+
+NO_SPAN: Span = ("", 0, 0, 0)
+"""The span of an array that shares no memory."""
 
 
 class Finder(NamedTuple):
@@ -48,13 +52,12 @@ class Finder(NamedTuple):
     Attributes:
         owner: Returns the object that owns the memory, if every other array over that memory is a
             view of that object; None when that is not certain.
-        span: Returns the `device`, `start` and `stop` of an array's memory; None if it is not
-            shared.
+        span: Returns the span of an array's memory.
         memory: Returns the `Memory`.
     """
 
     owner: Callable[[Any], object | None]
-    span: Callable[[Any], Span | None]
+    span: Callable[[Any], Span]
     memory: Callable[[Any], Memory]
 
 
@@ -70,6 +73,12 @@ class Leaf(NamedTuple):
     tensor: Tensor  # the stored tensor, if the leaf shares no memory
     item_bytes: int
     finder: Finder | None  # None when its memory cannot be shared
+    span: Span | None = None  # None when it is still to be found
+
+    @property
+    def stored_name(self) -> Node:
+        """Name of the tensor that has its elements; known when the storage is planned."""
+        return self.node.get("tensor", self.tensor.spec.name)
 
     @property
     def size_bytes(self) -> int:
@@ -119,31 +128,34 @@ IN_ALL_FORMATS = {
 
 def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
     """Return whether `count` arrays certainly share no memory, given the owners of theirs."""
-    different = set(map(id, owners))
-    return len(different) == count and id(None) not in different
+    different: set[int] = set()
+    for owner in owners:
+        if owner is None:  # as of each torch tensor: the others need not be looked at
+            return False
+        different.add(id(owner))
+    return len(different) == count
 
 
 _START, _STOP = itemgetter(1), itemgetter(2)
 
 
-def stand_alone(spans: Sequence[tuple[str, int, int, int]], arrays: Sequence[Any]) -> bool:
+def stand_alone(spans: Sequence[Span]) -> bool:
     """Return whether no array certainly shares elements with itself or another one.
 
-    Spans are device, start, stop and the number of an array. Those of several devices are compared
-    as if there was one.
+    Spans on several devices are compared as if there was one.
     """
     starts, stops = sorted(map(_START, spans)), sorted(map(_STOP, spans))
     return all(map(le, stops, islice(starts, 1, None))) and all(
-        stop - start >= arrays[number].nbytes for _, start, stop, number in spans
+        [stop - start >= size_bytes for _, start, stop, size_bytes in spans]
     )
 
 
-def overlapping_groups(spans: list[tuple[str, int, int, int]]) -> Iterator[tuple[list[int], int]]:
-    """Group overlapping spans (device, start, stop, number); yield numbers and hull size."""
-    spans.sort()
+def overlapping_groups(spans: Sequence[Span]) -> Iterator[tuple[list[int], int]]:
+    """Group arrays whose spans overlap; yield their numbers and the size of the hull."""
     group: list[int] = []
     group_device, group_start, group_stop = "", 0, 0
-    for device, start, stop, number in spans:
+    found = sorted((*span[:3], number) for number, span in enumerate(spans) if span[0])
+    for device, start, stop, number in found:
         if group and (device != group_device or start >= group_stop):
             yield group, group_stop - group_start
             group = []
@@ -155,14 +167,16 @@ def overlapping_groups(spans: list[tuple[str, int, int, int]]) -> Iterator[tuple
         yield group, group_stop - group_start
 
 
-def array_span(array: np.ndarray) -> Span | None:
-    """Return the memory span of a NumPy array; None when it is empty."""
-    if array.nbytes == 0:
-        return None
+def array_span(array: np.ndarray) -> Span:
+    """Return the span of a NumPy array."""
+    size_bytes = array.nbytes
+    if size_bytes == 0:
+        return NO_SPAN
     origin = array.__array_interface__["data"][0]
     if array.flags.forc:
-        return "cpu", origin, origin + array.nbytes
-    return "cpu", *extent(origin, array.shape, array.strides, array.itemsize)
+        return "cpu", origin, origin + size_bytes, size_bytes
+    start, stop = extent(origin, array.shape, array.strides, array.itemsize)
+    return "cpu", start, stop, size_bytes
 
 
 def owner_of(array: np.ndarray) -> np.ndarray | None:
@@ -251,8 +265,6 @@ def plan_storage(
         tensors = list(kept.values())
     if len(objects) < len(leaves):
         _number_shared(leaves)
-    for leaf in leaves:
-        leaf.node.setdefault("tensor", leaf.tensor.spec.name)
     return tensors, aliases
 
 
@@ -279,16 +291,16 @@ def _plan_group(
 
 def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
     """Yield the groups of leaves that overlap each other or themselves, in tree order."""
-    spans = [
-        (*span, index)
-        for index, leaf in enumerate(leaves)
-        if leaf.finder is not None and (span := leaf.finder.span(leaf.value)) is not None
-    ]
-    if stand_alone(spans, [leaf.value for leaf in leaves]):
+    spans = [leaf.span or _span_of(leaf) for leaf in leaves]
+    if stand_alone([span for span in spans if span is not NO_SPAN]):
         return
     for group, size_bytes in overlapping_groups(spans):
         if len(group) > 1 or size_bytes < leaves[group[0]].size_bytes:
             yield [_located(leaves, index) for index in sorted(group)]
+
+
+def _span_of(leaf: Leaf) -> Span:
+    return NO_SPAN if leaf.finder is None else leaf.finder.span(leaf.value)
 
 
 def _located(leaves: Sequence[Leaf], index: int) -> _Located:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.state.arrays import memory_of_tensor
 from ckptmgr.state.leaves import (
+    NO_SPAN,
     Finder,
     Memory,
     Span,
@@ -26,6 +26,7 @@ from ckptmgr.state.leaves import (
     owner_of,
     stand_alone,
 )
+from ckptmgr.state.torch_memory import memory_of_tensor
 
 _Content = Callable[[Any], np.ndarray]
 """Returns what goes into a target: see `bytes_for`."""
@@ -96,12 +97,8 @@ def _groups(targets: Mapping[Any, Any]) -> Iterator[list[_Member]]:
     if are_disjoint(map(_owner_of, targets.values()), len(targets)):
         return
     keys, values = list(targets), list(targets.values())
-    spans = [
-        (*span, number)
-        for number, value in enumerate(values)
-        if (span := _span_of(value)) is not None
-    ]
-    if stand_alone(spans, values):
+    spans = [_span_of(value) for value in values]
+    if stand_alone([span for span in spans if span is not NO_SPAN]):
         return
     for group, _ in overlapping_groups(spans):
         members = [_member(keys[number], targets[keys[number]]) for number in sorted(group)]
@@ -113,17 +110,18 @@ def _owner_of(value: Any) -> object | None:
     return owner_of(value) if isinstance(value, np.ndarray) else None
 
 
-def _span_of(value: Any) -> Span | None:
+def _span_of(value: Any) -> Span:
     if isinstance(value, np.ndarray):
         return array_span(value)
-    if not value.numel():
-        return None
-    # Conjugated and negated tensors have no span, but their memory counts here.
-    span = _tensors().span(value)
-    if span is not None:
-        return span
+    # Of conjugated and negated tensors, too, which have no span when they are stored.
+    size_bytes = value.nbytes
+    if not size_bytes:
+        return NO_SPAN
+    if value.is_contiguous():
+        start = value.data_ptr()
+        return "cpu" if value.is_cpu else str(value.device), start, start + size_bytes, size_bytes
     memory = _tensors().memory(value)
-    return memory.device, memory.start, memory.stop
+    return memory.device, memory.start, memory.stop, size_bytes
 
 
 def _member(key: Any, value: Any) -> _Member:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from itertools import chain
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from ckptmgr.state.fill import (
     load_object,
     local_part,
     replace_content,
+    takes_directly,
     with_values,
 )
 from ckptmgr.state.global_random import GlobalRandom
@@ -44,33 +45,8 @@ from ckptmgr.state.random import (
     set_generator,
 )
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
+from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
-
-_Visit = tuple[Any, Any, Path]
-"""A value still to be compared with its stored value: target, stored value, path."""
-
-
-class _Value(NamedTuple):
-    """A restored value that is known before anything is restored."""
-
-    value: object
-
-
-class _Step(NamedTuple):
-    """Replaces the last `takes` restored values with the container of these parts."""
-
-    takes: int
-    make: Callable[[list[Any]], object]
-
-
-class _Parts(NamedTuple):
-    """The visits to a container's parts, and the step after them."""
-
-    visits: list[_Visit]
-    step: _Step
-
-
-_Plan = _Value | _Step | _Parts
 
 
 class Restorer:
@@ -90,21 +66,21 @@ class Restorer:
         self._read_contents = read_contents
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
-        self._steps: list[_Step | _Value] = []
+        self._steps: list[Step | Value] = []
         self.fills: list[Fill] = []
         self.filled: set[int] = set()
 
     def plan(self, target: object, stored: object) -> None:
         """Compare; raise StateMismatch when structure, shape or type differ. Nothing is changed."""
         steps = self._steps
-        stack: list[_Visit | _Step] = [(target, stored, Path())]
+        stack: list[Visit | Step] = [(target, stored, Path())]
         while stack:
             item = stack.pop()
-            if isinstance(item, _Step):
+            if isinstance(item, Step):
                 steps.append(item)
                 continue
             plan = self._plan(*item)
-            if isinstance(plan, _Parts):
+            if isinstance(plan, Parts):
                 stack.append(plan.step)
                 stack.extend(reversed(plan.visits))
             else:
@@ -122,16 +98,16 @@ class Restorer:
     def carry_out(self) -> object:
         """Fill the state that was compared, and return it."""
         fill_all(one for one in self.fills if id(one.stored) not in self.filled)
-        restored = _carry_out(self._steps)
+        restored = restored_by(self._steps)
         for set_state in self._generators:
             set_state()
         return restored
 
-    def _differ(self, path: Path, problem: str) -> _Value:
+    def _differ(self, path: Path, problem: str) -> Value:
         self._differences.append(f"{path} {problem}")
-        return _Value(None)
+        return Value(None)
 
-    def _differ_in_type(self, path: Path, target: Any, stored: Any) -> _Value:
+    def _differ_in_type(self, path: Path, target: Any, stored: Any) -> Value:
         return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
 
     def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
@@ -140,11 +116,11 @@ class Restorer:
         if problem is not None:
             self._differ(path, problem)
 
-    def _plan(self, target: Any, stored: Any, path: Path) -> _Plan:
+    def _plan(self, target: Any, stored: Any, path: Path) -> Plan:
         """Return the value, or the step, or the parts and the step, that give the restored `target`."""
         kind = type(target)
         if target is None or (kind in PLAIN_TYPES and type(stored) in PLAIN_TYPES):
-            return _Value(stored)
+            return Value(stored)
         if kind is dict and isinstance(stored, dict):
             self._claim(target, stored, path)
             return self._plan_mapping(target, stored, path)
@@ -162,7 +138,7 @@ class Restorer:
         if type(target) is ModuleType:
             return self._plan_module(target, stored, path)
         if is_atom(target) and is_atom(stored):
-            return _Value(stored)
+            return Value(stored)
         match target:
             case MutableMapping() if isinstance(stored, Mapping) and not is_nnx(target):
                 self._claim(target, stored, path)
@@ -177,22 +153,22 @@ class Restorer:
                 return self._plan_sequence(target, stored, path)
             case set() | bytearray() | io.BytesIO() if type(stored) is type(target):
                 self._claim(target, stored, path)
-                return _Step(0, lambda _: replace_content(target, stored))
+                return Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
-                return _Value(stored)
+                return Value(stored)
         record = record_of(target)
         if record is not None:
             return self._plan_record(record, target, stored, path)
         return self._differ_in_type(path, target, stored)
 
-    def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> _Plan:
+    def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> Plan:
         if record.is_mutable:
             self._claim(target, stored, path)
         try:
             if record.prepare is not None:
                 self._read_contents(stored)
                 carry_out = record.prepare(target, stored)
-                return _Step(0, lambda _: carry_out())
+                return Step(0, lambda _: carry_out())
             content: Any = record.content(target)
         except ValueError as error:
             return self._differ(path, str(error))
@@ -205,28 +181,37 @@ class Restorer:
             parts.step.make(values)
             return put(target, content)
 
-        return _Parts(parts.visits, _Step(parts.step.takes, make))
+        return Parts(parts.visits, Step(parts.step.takes, make))
 
-    def _plan_deque(self, target: Any, stored: Any, path: Path) -> _Plan:
+    def _plan_deque(self, target: Any, stored: Any, path: Path) -> Plan:
         if target.maxlen != stored.maxlen:
             return self._differ(path, f"has maxlen {target.maxlen}, stored is {stored.maxlen}")
         if len(target) != len(stored):  # it grows as it is used, from nothing in a fresh state
-            return _Step(0, lambda _: with_values(target, stored))
+            return Step(0, lambda _: with_values(target, stored))
         return self._plan_sequence(target, stored, path)
 
-    def _plan_config(self, target: Any, stored: Any, path: Path) -> _Step:
+    def _plan_config(self, target: Any, stored: Any, path: Path) -> Step:
         self._claim(target, stored, path)
         for at, problem in problems_of(target, stored, path):
             self._differ(at, problem)
-        return _Step(0, lambda _: fill_config(target, stored))
+        return Step(0, lambda _: fill_config(target, stored))
 
     def _plan_mapping(
         self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path
-    ) -> _Parts:
+    ) -> Parts:
         is_open = isinstance(target, defaultdict)  # its keys come as they are used
         self._compare_keys(target, stored, path, is_open=is_open)
-        keys = [key for key in stored if is_open or key in target]
-        visits = [(target.get(key), stored[key], Path(path, "key", key)) for key in keys]
+        keys: list[Any] = []
+        visits: list[Visit] = []
+        keeps_values = type(target) in (dict, OrderedDict)  # another type may return copies
+        for key, value in stored.items():
+            if is_open or key in target:
+                held, at = target.get(key), Path(path, "key", key)
+                if keeps_values and takes_directly(held, value):
+                    self.fills.append(Fill(held, value, at))
+                else:
+                    keys.append(key)
+                    visits.append((held, value, at))
 
         def make(values: list[Any]) -> object:
             # Not update(), which would add the counts of a Counter.
@@ -234,7 +219,7 @@ class Restorer:
                 target[key] = value
             return target
 
-        return _Parts(visits, _Step(len(keys), make))
+        return Parts(visits, Step(len(keys), make))
 
     def _compare_keys(
         self,
@@ -253,17 +238,17 @@ class Restorer:
             if key not in target:
                 self._differ(path.key(key), "is only in the checkpoint")
 
-    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Plan:
+    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> Plan:
         if len(target) != len(stored):
             if all(map(is_history, (*target, *stored))) and not hasattr(target, "_fields"):
-                return _Step(0, lambda _: with_values(target, stored))
+                return Step(0, lambda _: with_values(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
         if PLAIN_TYPES.issuperset(map(type, chain(target, stored))):
-            return _Step(0, lambda _: with_values(target, stored))
+            return Step(0, lambda _: with_values(target, stored))
         visits = [(target[index], value, path.index(index)) for index, value in enumerate(stored)]
-        return _Parts(visits, _Step(len(visits), lambda values: with_values(target, values)))
+        return Parts(visits, Step(len(visits), lambda values: with_values(target, values)))
 
-    def _plan_array(self, target: Any, stored: Any, path: Path, framework: Framework) -> _Plan:
+    def _plan_array(self, target: Any, stored: Any, path: Path, framework: Framework) -> Plan:
         if framework == "jax" and is_jax_key(target):
             return self._plan_record(JAX_KEY, target, stored, path)
         if not isinstance(stored, np.ndarray):
@@ -273,41 +258,41 @@ class Restorer:
         if (target.shape, target.dtype) != (stored.shape, stored.dtype):
             return self._differ_in_type(path, target, stored)
         if not target.flags.writeable:
-            return _Value(stored)
+            return Value(stored)
         self.fills.append(Fill(target, stored, path))
-        return _Value(target)
+        return Value(target)
 
     def _plan_tensor(
         self, target: Any, stored: Any, path: Path, *, via_load_state_dict: bool = False
-    ) -> _Value:
+    ) -> Value:
         local = local_part(target)
         if framework_of(stored) != "torch" or not are_alike(local, stored):
             return self._differ_in_type(path, local, stored)
         if via_load_state_dict and local.is_meta:  # load_state_dict would warn and do nothing
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
-            return _Value(stored)
+            return Value(stored)
         self.fills.append(Fill(local, stored, path, via_load_state_dict))
-        return _Value(target)
+        return Value(target)
 
-    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Plan:
+    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> Plan:
         if is_multi_device(target):
             return self._plan_multi_device(target, stored, path)
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
             return self._differ_in_type(path, target, stored)
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
-            return _Step(0, lambda _: fill_mindspore(target, stored))
-        return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
+            return Step(0, lambda _: fill_mindspore(target, stored))
+        return Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
-    def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> _Plan:
+    def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> Plan:
         lengths = region_shape(addressable_region(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
             return self._differ(path, f"is {held}, stored is {_described(stored)}")
-        return _Step(0, lambda _: rebuild_array(target, stored))
+        return Step(0, lambda _: rebuild_array(target, stored))
 
-    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Plan:
+    def _plan_object(self, target: Any, stored: Any, path: Path) -> Plan:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ_in_type(path, target, stored)
         self._claim(target, stored, path)
@@ -317,7 +302,7 @@ class Restorer:
                 self._generators.append(target.plan(stored))
             except ValueError as error:
                 return self._differ(path, str(error))
-            return _Value(target)
+            return Value(target)
         torch = sys.modules.get("torch")
         is_sharded = has_dtensors(target)
         if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:
@@ -326,15 +311,15 @@ class Restorer:
             return self._plan_cell(target, stored, path.state_dict())
         if isinstance(stored, Mapping) and is_sharded:
             return self._plan_sharded(target, stored, path.state_dict())
-        return _Step(0, lambda _: load_object(target, stored, path))
+        return Step(0, lambda _: load_object(target, stored, path))
 
-    def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+    def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> Parts:
         # MindSpore's load_state_dict takes only its tensors, and not the state_dict of its
         # optimizers.
         parts = self._plan_mapping(target.state_dict(), stored, path)
-        return _Parts(parts.visits, _Step(parts.step.takes, lambda _: target))
+        return Parts(parts.visits, Step(parts.step.takes, lambda _: target))
 
-    def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+    def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> Parts:
         # Its load_state_dict takes DTensors: the stored tensors are copied into the current ones.
         current = target.state_dict()
         parts = self._plan_mapping(current, stored, path)
@@ -344,7 +329,7 @@ class Restorer:
             target.load_state_dict(current)
             return target
 
-        return _Parts(parts.visits, _Step(parts.step.takes, make))
+        return Parts(parts.visits, Step(parts.step.takes, make))
 
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
@@ -358,20 +343,20 @@ class Restorer:
                     current[key], stored[key], path.key(key), via_load_state_dict=True
                 )
 
-    def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Value:
+    def _plan_generator(self, target: Any, stored: Any, path: Path) -> Value:
         if generator_kind(target) != generator_kind(stored):
             return self._differ(
                 path, f"is a {generator_kind(target)}, stored is a {generator_kind(stored)}"
             )
         self._claim(target, stored, path, key=generator_key(target))
         self._generators.append(lambda: set_generator(target, stored))
-        return _Value(target)
+        return Value(target)
 
-    def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> _Value:
+    def _plan_module(self, target: ModuleType, stored: Any, path: Path) -> Value:
         generators = global_generators(target)
         if not isinstance(generators, tuple):
             self._plan_generator(generators, stored, path)
-            return _Value(target)
+            return Value(target)
         if not isinstance(stored, tuple) or len(stored) != len(generators):
             many = f" of {len(stored)}" if isinstance(stored, tuple) else ""
             return self._differ(
@@ -385,20 +370,7 @@ class Restorer:
                 self._differ(path.index(index), error.message)
             else:
                 self._plan_generator(generator, made, path.index(index))
-        return _Value(target)
-
-
-def _carry_out(steps: list[_Step | _Value]) -> object:
-    values: list[Any] = []
-    for step in steps:
-        if isinstance(step, _Value):
-            values.append(step.value)
-            continue
-        first = len(values) - step.takes
-        parts = values[first:]
-        del values[first:]
-        values.append(step.make(parts))
-    return values[0]
+        return Value(target)
 
 
 def _described(value: Any) -> str:

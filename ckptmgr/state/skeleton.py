@@ -42,17 +42,17 @@ def skeleton_of(nodes: Sequence[Node | Leaf]) -> str:
 def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:
     node = leaf.node
     if "shape" in node or not isinstance(leaf.dtype, str):
-        body: Node = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
-        return _encode({leaf.kind: body})
+        body: dict[str, Node] = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
+        return _encode({leaf.kind: {**body, "tensor": leaf.stored_name}})
     key = (leaf.kind, leaf.dtype, leaf.shape)
     head = heads.get(key)
     if head is None:
         shape = ",".join(map(str, leaf.shape))
         head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
-    name = node["tensor"]
-    if len(node) == 1 and isinstance(name, str):  # most leaves
-        return f'{head},"tensor":{encode_basestring_ascii(name)}}}}}'
-    return "".join([head, *[f',"{name}":{_encode(value)}' for name, value in node.items()], "}}"])
+    if not node:  # most leaves
+        return f'{head},"tensor":{encode_basestring_ascii(leaf.tensor.spec.name)}}}}}'
+    rest = {**node, "tensor": leaf.stored_name}
+    return "".join([head, *[f',"{name}":{_encode(value)}' for name, value in rest.items()], "}}"])
 
 
 _LEAVES = ("array", "torch")

@@ -46,7 +46,7 @@ def set_whole_shapes(leaves: Sequence[Leaf], slices: Mapping[str, Slice]) -> Non
         UnsupportedState: A slice shares its memory with a leaf that is not the same slice.
     """
     for leaf in leaves:
-        own, stored = slices.get(leaf.tensor.spec.name), slices.get(str(leaf.node["tensor"]))
+        own, stored = slices.get(leaf.tensor.spec.name), slices.get(str(leaf.stored_name))
         if own is None and stored is None:
             continue
         if own is None or stored is None or not _is_same(own, stored) or _is_view(leaf):

@@ -18,6 +18,7 @@ from ckptmgr.state.arrays import numpy_dtype_name
 from ckptmgr.state.leaves import contiguous_strides, extent
 from ckptmgr.state.paths import Node, TreeError, shown
 from ckptmgr.state.scalars import decode_dtype, decode_shape, decode_strides
+from ckptmgr.state.skeleton_reader import PlainLeaf, body_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,23 @@ class _View(NamedTuple):
     shape: tuple[int, ...]
     offset: int
     strides: tuple[int, ...]
+
+
+class _Form(NamedTuple):
+    """Element type and shape of leaves, as they are stored; `dtype` is None if they are bytes."""
+
+    dtype: np.dtype | None
+    shape: tuple[int, ...]
+    adopt: Callable[[np.ndarray], object] | None  # makes a torch tensor
+
+
+def _form_of(kind: str, body: dict[str, Node]) -> _Form:
+    spelling, shape = str(body["dtype"]), decode_shape(body["shape"])
+    if kind == "array":
+        return _Form(decode_dtype(spelling), shape, None)
+    adapter = torch_values()
+    dtype = adapter.stored_dtype(spelling)
+    return _Form(dtype, shape, None if dtype is None else adapter.adopter(spelling))
 
 
 class StoredArrays:
@@ -65,13 +83,29 @@ class StoredArrays:
         self._handed_out: set[str] = set()
         self._torch_memory: dict[str, torch.Tensor] = {}
         self._shared: dict[object, object] = {}
+        self._forms: dict[str, _Form] = {}
+
+    def plain_leaf(self, leaf: PlainLeaf, *, numbers: int) -> object:
+        """Return the array of a leaf, if possible as it is stored; see `leaf` for `numbers`."""
+        head, name = leaf
+        form = self._forms.get(head)
+        if form is None:
+            form = self._forms[head] = _form_of(*body_of(leaf))
+        if name not in self._stored:
+            stored = self._stored[name] = self._read_stored(name)
+            fits = form.dtype is not None and stored.dtype == form.dtype
+            fits = fits and stored.shape == form.shape
+            if fits and stored.flags.carray:
+                value: object = stored if form.adopt is None else form.adopt(stored)
+                self._handed_out.add(name)
+                if self._fill is not None:
+                    self._note(value, name, is_whole=True)
+                return value
+        kind, body = body_of(leaf)
+        return self.leaf(kind, body, numbers=numbers)
 
     def leaf(self, kind: str, body: Node, *, numbers: int) -> object:
         """Return the array of a node; the numbers of shared ones are below `numbers`."""
-        if type(body) is dict and len(body) == len(_NEEDED_FIELDS):  # most are
-            whole = self._whole(kind, body)
-            if whole is not None:
-                return whole
         allowed = _LEAF_FIELDS if kind == "array" else _TORCH_FIELDS
         if not isinstance(body, dict) or not _NEEDED_FIELDS <= body.keys() <= allowed:
             raise TreeError(f"an {kind} leaf is not described by a tensor, a dtype and a shape")
@@ -106,24 +140,6 @@ class StoredArrays:
             self.leaves[id(value)] = name
             self.whole[name] = is_whole and name not in self.whole
 
-    def _whole(self, kind: str, body: dict[str, Node]) -> object | None:
-        """Return the array of a leaf that is a tensor as it is stored; None for another leaf."""
-        name, node = body.get("tensor"), body.get("dtype")
-        if not isinstance(name, str) or not isinstance(node, str) or name in self._stored:
-            return None
-        stored = self._stored[name] = self._read_stored(name)
-        value: object = stored
-        dtype = decode_dtype(node) if kind == "array" else torch_values().stored_dtype(node)
-        if dtype is None or stored.dtype != dtype or body.get("shape") != [*stored.shape]:
-            return None
-        if not stored.flags.carray:
-            return None
-        if kind == "torch":
-            value = torch_values().adopt_array(stored, node)
-        self._handed_out.add(name)
-        self._note(value, name, is_whole=True)
-        return value
-
     def _array(self, body: dict[str, Node]) -> np.ndarray:
         dtype = decode_dtype(body["dtype"])
         view = self._view(body, dtype.itemsize, numpy_dtype_name(dtype))
@@ -143,7 +159,7 @@ class StoredArrays:
             and numpy_dtype_name(stored.dtype) == spelling
             and adapter.stored_dtype(spelling)
         ):
-            known: torch.Tensor = adapter.with_flags(adapter.adopt_array(stored, spelling), body)
+            known: torch.Tensor = adapter.with_flags(adapter.adopter(spelling)(stored), body)
             return known
         view = self._view(body, dtype.itemsize, spelling)
         if view.name not in self._torch_memory:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.arrays import torch_bytes
 from ckptmgr.state.items import Part, TensorContent
+from ckptmgr.state.torch_memory import torch_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 

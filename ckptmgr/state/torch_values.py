@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.arrays import memory_of_tensor, torch_bytes
 from ckptmgr.state.leaves import (
     IN_ALL_FORMATS,
+    NO_SPAN,
     Finder,
     Leaf,
     Memory,
@@ -29,6 +29,7 @@ from ckptmgr.state.leaves import (
 )
 from ckptmgr.state.paths import Node, Path, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
+from ckptmgr.state.torch_memory import memory_of_tensor, torch_bytes
 
 _PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
@@ -157,21 +158,24 @@ def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     if is_bytes:
         node["stored"] = "uint8"
     tensor = Tensor(spec, partial(torch_bytes, value))
-    return Leaf(path, "torch", spelling, shape, node, value, tensor, item_bytes, TENSORS)
+    # The span is needed in any case, as no tensor owns its memory, and now the tensor is in the cache.
+    span = _span(value)
+    return Leaf(path, "torch", spelling, shape, node, value, tensor, item_bytes, TENSORS, span)
 
 
-def _span(value: torch.Tensor) -> Span | None:
+def _span(value: torch.Tensor) -> Span:
     size_bytes = value.nbytes
     # Conjugated and negated views differ from their memory, so their values are stored separately.
     if not size_bytes or value.is_conj() or value.is_neg():
-        return None
+        return NO_SPAN
     origin = value.data_ptr()
     device = "cpu" if value.is_cpu else str(value.device)
     if value.is_contiguous():
-        return device, origin, origin + size_bytes
+        return device, origin, origin + size_bytes, size_bytes
     item_bytes = value.dtype.itemsize
     strides = [stride * item_bytes for stride in value.stride()]
-    return device, *extent(origin, value.shape, strides, item_bytes)
+    start, stop = extent(origin, value.shape, strides, item_bytes)
+    return device, start, stop, size_bytes
 
 
 def _memory(value: torch.Tensor) -> Memory:
@@ -286,7 +290,7 @@ ATOM_DECODERS: dict[str, Callable[[object], object]] = {
 
 _exclusive: dict[int, ref[np.ndarray]] = {}
 """Address to NumPy array, for arrays that only one tensor references; some are gone."""
-_checked_at = 1000
+_checked_at = 20_000
 """Number of arrays in `_exclusive` at which those that are gone leave it."""
 
 
@@ -297,23 +301,27 @@ def share_array(memory: np.ndarray) -> torch.Tensor:
     return tensor
 
 
-def adopt_array(memory: np.ndarray, spelling: str) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy array that has no other reference.
+@cache
+def adopter(spelling: str) -> Callable[[np.ndarray], torch.Tensor]:
+    """Return a function that makes a tensor over the memory of an array without other references.
 
-    `stored_dtype` of the element type must be that of the array.
+    The arrays are of the `stored_dtype` of the element type.
     """
     dtype: torch.dtype = getattr(torch, spelling)
-    if dtype in _NUMPY_TYPES:
+    is_known = dtype in _NUMPY_TYPES
+
+    def adopt(memory: np.ndarray) -> torch.Tensor:
+        if not is_known:
+            memory = memory.view(_INTEGERS[dtype.itemsize])
         tensor = torch.from_numpy(memory)
-    else:
-        memory = memory.view(_INTEGERS[dtype.itemsize])
-        tensor = torch.from_numpy(memory).view(dtype)
-    address = tensor.data_ptr()
-    if address:
-        _exclusive[address] = ref(memory)
-        if len(_exclusive) >= _checked_at:
-            _forget_dead_arrays()
-    return tensor
+        address = tensor.data_ptr()
+        if address:
+            _exclusive[address] = ref(memory)
+            if len(_exclusive) >= _checked_at:
+                _forget_dead_arrays()
+        return tensor if is_known else tensor.view(dtype)
+
+    return adopt
 
 
 def _forget_dead_arrays() -> None:
@@ -321,7 +329,7 @@ def _forget_dead_arrays() -> None:
     for address, array in list(_exclusive.items()):
         if array() is None:
             del _exclusive[address]
-    _checked_at = 2 * len(_exclusive) + 1000
+    _checked_at = 2 * len(_exclusive) + 20_000
 
 
 def is_change_counted(value: torch.Tensor) -> bool:

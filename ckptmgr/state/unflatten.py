@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, load_skeleton, shown
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, shown
 from ckptmgr.state.random import build_generator
 from ckptmgr.state.scalars import (
     KEY_TYPES,
@@ -30,6 +30,7 @@ from ckptmgr.state.scalars import (
     has_too_many_equal_hashes,
     is_key,
 )
+from ckptmgr.state.skeleton_reader import nodes_of
 from ckptmgr.state.stored_arrays import ReadTensor, StoredArrays, guarded, torch_values
 from ckptmgr.state.text_forms import TEXT_KINDS, decode_text_form
 
@@ -83,12 +84,15 @@ class Unflattener:
 
     def run(self, skeleton: str) -> object:
         """Return the state; raise TreeError if the skeleton does not fit the tensors."""
-        nodes = load_skeleton(skeleton)
+        nodes = nodes_of(skeleton)
         self._node_count = len(nodes)
         values, left = self._values, iter(nodes)
+        leaf = self.arrays.plain_leaf
         try:
             for node in left:
-                if isinstance(node, dict):
+                if type(node) is tuple:
+                    values.append(leaf(node, numbers=self._node_count))
+                elif isinstance(node, dict):
                     self._step(node)
                 elif isinstance(node, list):
                     raise TreeError("a list is no node")

@@ -253,8 +253,8 @@ class CheckpointManager:
         neither resumed nor asked for a new start gives way to one that reached a later step.
 
         Arrays of `state` that can be filled from the file are filled in place, without a second
-        copy in memory. Every byte is verified before the first write: damaged checkpoints change
-        nothing, even if none loads.
+        copy in memory, unless they are many small ones of at most 64 MiB in all. Every byte is
+        verified before the first write: damaged checkpoints change nothing, even if none loads.
 
         In the middle of a run, the run restarts from the checkpoint: later steps and their
         snapshots are forgotten, and the exit of the manager saves nothing until another step has

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
 from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.gc_pause import gc_paused_if_short
 from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import (
     RunCandidates,
@@ -303,16 +305,44 @@ def resume_state(
     `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads the newest
     checkpoint of the mirror, for a run that has none here.
     """
+    with gc_paused_if_short() as end_pause_if_long:  # a call, so that most objects die within
+        return _resume_state(
+            state,
+            writer,
+            reader,
+            past,
+            data,
+            allow_bare=allow_bare,
+            fetch=fetch,
+            end_pause_if_long=end_pause_if_long,
+        )
+
+
+def _resume_state(
+    state: object,
+    writer: SeriesWriter,
+    reader: SeriesReader,
+    past: RunPast,
+    data: DataState,
+    *,
+    allow_bare: bool,
+    fetch: Callable[[], Fetched | None] | None,
+    end_pause_if_long: Callable[[int], None],
+) -> Resumption:
     started = time.perf_counter()
     writer.prepare()
     _check_storable(state, writer)
-    found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
+    candidates = StateCandidates(
+        reader, state, allow_bare=allow_bare, before_load=end_pause_if_long
+    )
+    found = find_newest(writer, candidates)
     skipped, fetched = found.skipped, None
     if found.newest is None and fetch is not None:
+        end_pause_if_long(sys.maxsize)  # a download
         fetched = fetch()
         if fetched is not None:
             skipped = (*skipped, *fetched.skipped)
-            found = find_newest(writer, StateCandidates(reader, state, allow_bare=allow_bare))
+            found = find_newest(writer, candidates)
     if found.newest is None:
         writer.start_anew()
         past.start_fresh()

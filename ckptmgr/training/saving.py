@@ -6,7 +6,7 @@ A job holds the state, and beside it the values that the configuration appends.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.load.state import DATA, as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
+from ckptmgr.io.gc_pause import gc_paused_if_short
 from ckptmgr.observe.observers import SaveWatch
 from ckptmgr.parallel.team import Team
 from ckptmgr.series.writer import SeriesWriter
@@ -72,6 +73,19 @@ class StateSaver:
         why: str,
     ) -> SaveHandle | None:
         """Save a state; return the handle, or None if back-pressure skipped the save."""
+        with gc_paused_if_short() as end_pause_if_long:
+            return self._save(step, state, watch, end_pause_if_long, epoch, metrics, why)
+
+    def _save(
+        self,
+        step: int,
+        state: object,
+        watch: SaveWatch,
+        end_pause_if_long: Callable[[int], None],
+        epoch: int | None,
+        metrics: Mapping[str, float],
+        why: str,
+    ) -> SaveHandle | None:
         now = self._parts.clock()
         given, flat = self._flattened(state)
         self._past.saw(step)
@@ -84,6 +98,7 @@ class StateSaver:
             job = replace(job, error=flat)
         else:
             size_bytes = flat.size_bytes
+            end_pause_if_long(size_bytes)
             self._forecaster.before_run(self._writer, lambda: size_bytes)
             job = self._filled(job, flat)
         handle = self._engine.run(job, self._writer, watch=watch, state=given)

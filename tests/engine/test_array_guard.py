@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from ckptmgr.engine.change_guard import Guarded, guard, sample_of
 from ckptmgr.engine.staged_state import COPY_PIECE_BYTES
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.arrays import jax_bytes, torch_bytes
+from ckptmgr.state.arrays import jax_bytes
+from ckptmgr.state.torch_memory import torch_bytes
 from ckptmgr.state.tree import flatten
 
 SIZE = 100_000

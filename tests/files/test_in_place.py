@@ -277,3 +277,38 @@ def test_torch_tensor_of_one_element_may_have_any_stride(tmp_path: Path, is_slic
         "half": [3.0],
         "turned": [-3j],
     }
+
+
+def many_small(value: float) -> dict[str, np.ndarray]:
+    """Return more small arrays than are read into places of their own."""
+    return {f"w{number}": np.full(3, value + number) for number in range(1000)}
+
+
+def test_many_small_arrays_are_read_once_and_filled_in_place(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, many_small(1))
+    target = many_small(0)
+    arrays = dict(target)
+
+    found = read(tmp_path, target, CheckpointConfig())
+    assert isinstance(found, StoredState)
+    assert same(target, many_small(0))
+    restored = found.put_back(target)
+
+    assert restored is target
+    assert all(target[name] is array for name, array in arrays.items())
+    assert same(target, many_small(1))
+
+
+def test_damage_in_many_small_arrays_changes_nothing(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, many_small(1))
+    [path] = tmp_path.glob("*.ckpt")
+    flip(path, path.stat().st_size // 2)
+    target = many_small(0)
+
+    with CheckpointManager(tmp_path) as manager:
+        resumption = manager.resume(target)
+
+    assert resumption.is_fresh
+    assert same(target, many_small(0))

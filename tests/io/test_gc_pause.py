@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from ckptmgr.io import gc_pause
-from ckptmgr.io.gc_pause import gc_paused
+from ckptmgr.io.gc_pause import gc_paused, gc_paused_if_short
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +29,15 @@ def test_collector_rests_until_the_outermost_pause_is_over() -> None:
         with gc_paused():
             pass
         assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_collector_rests_during_short_work_only() -> None:
+    with gc_paused_if_short() as end_pause_if_long:
+        end_pause_if_long(1 << 20)
+        assert not gc.isenabled()
+        end_pause_if_long(1 << 30)
+        assert gc.isenabled()
     assert gc.isenabled()
 
 

@@ -372,3 +372,30 @@ def test_restore_sets_torch_generators_in_place() -> None:
     saved([source], [target])
 
     assert torch.rand(1, generator=target) == torch.rand(1, generator=source)
+
+
+class Cells(dict[str, Any]):
+    """A mapping that gives copies of its arrays away, and takes new ones."""
+
+    def get(self, key: str, default: object = None) -> Any:
+        return np.copy(self[key])
+
+
+def test_restore_puts_arrays_back_into_a_mapping_that_returns_copies() -> None:
+    target = Cells(w=np.zeros(2))
+
+    saved({"w": np.ones(2)}, target)
+
+    assert target["w"].all()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_restore_keeps_the_arrays_and_the_order_of_a_dict(kind: type[dict[str, Any]]) -> None:
+    first, last = np.zeros(2), np.zeros(3)
+    target = kind(last=last, step=0, first=first)
+
+    saved(OrderedDict(first=np.ones(2), step=1, last=np.ones(3)), target)
+
+    assert list(target) == ["last", "step", "first"]
+    assert (target["first"] is first, target["last"] is last) == (True, True)
+    assert same(dict(target), {"last": np.ones(3), "step": 1, "first": np.ones(2)})

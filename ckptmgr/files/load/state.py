@@ -140,7 +140,7 @@ class StoredState:
         A CRC32 in the file is checked where nothing stronger vouches for the content.
         """
         from ckptmgr.files.load.options import everything
-        from ckptmgr.files.load.values import read_values
+        from ckptmgr.files.load.values import read_arrays, read_values
 
         skeleton = checked_skeleton(opened)
         choose: Callable[[str], bool] = everything
@@ -149,8 +149,12 @@ class StoredState:
             choose = tensors_of(skeleton).__contains__
         is_proven = opened.has_digests or opened.is_sealed
         has_crc = opened.index.crc is not None and not is_proven
-        values = read_values(opened, choose=choose, check_crc=has_crc)
-        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        arrays: Mapping[str, np.ndarray]
+        if skeleton is None:  # the order is that of the result
+            values = read_values(opened, choose=choose, check_crc=has_crc)
+            arrays = {name: one for name, one in values.items() if isinstance(one, np.ndarray)}
+        else:
+            arrays = read_arrays(opened, choose=choose, check_crc=has_crc)
         data = opened.metadata.get(DATA)
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest, data=data)
 

@@ -45,13 +45,36 @@ def read_values(
         ChecksumMismatch: The CRC differs, or is missing in an otherwise unverified plain `.ckpt`,
             whose end may be cut off.
     """
+    chosen, arrays = _read(opened, choose, check_crc=check_crc)
+    return {entry.name: _value(entry, arrays) for entry in _listed(opened, chosen)}
+
+
+def read_arrays(
+    opened: OpenCheckpoint,
+    *,
+    choose: Callable[[str], bool] = everything,
+    check_crc: bool = False,
+) -> dict[str, np.ndarray]:
+    """Read the tensors that are arrays into new ones, in file order; raises as `read_values`."""
+    chosen, arrays = _read(opened, choose, check_crc=check_crc)
+    return {
+        entry.spec.name: arrays[id(entry)]
+        for entry in chosen
+        if isinstance(entry, TensorEntry) and entry.spec.dtype.packed_shape is None
+    }
+
+
+def _read(
+    opened: OpenCheckpoint, choose: Callable[[str], bool], *, check_crc: bool
+) -> tuple[Sequence[CkptEntry], Mapping[int, np.ndarray]]:
+    """Return the chosen entries in file order, and the arrays for the `id` of their tensors."""
     with translated_errors(opened.path):
         chosen: Sequence[CkptEntry] = opened.index.entries
         if choose is not everything:
             chosen = [entry for entry in chosen if choose(entry.name)]
         made = NewArrays(opened, _tensors_in(chosen))
         fill_arrays(opened, made.large, made.arrays, check_crc=check_crc, made=made)
-        return {entry.name: _value(entry, made.arrays) for entry in _listed(opened, chosen)}
+        return chosen, made.arrays
 
 
 def _listed(opened: OpenCheckpoint, chosen: Sequence[CkptEntry]) -> Iterable[CkptEntry]:

@@ -16,8 +16,8 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.integrations.dcp.index import dcp_piece_name
 from ckptmgr.integrations.dcp.metadata import tensor_data
-from ckptmgr.state.arrays import torch_bytes
 from ckptmgr.state.leaves import storage_spec
+from ckptmgr.state.torch_memory import torch_bytes
 from ckptmgr.state.torch_values import dtype_name
 
 _UINT8 = BY_NAME["uint8"]
