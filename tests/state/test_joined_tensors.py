@@ -15,6 +15,8 @@ from ckptmgr.formats.errors import FormatError  # noqa: E402
 from ckptmgr.formats.safetensors_file import build_safetensors_image  # noqa: E402
 from ckptmgr.state.tree import flatten  # noqa: E402
 
+LONG = "x" * 20_000  # makes the header so long that it is no small part beside the tensors
+
 
 def _bits(tensor: Any) -> bytes:
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -48,7 +50,7 @@ def test_small_tensors_come_back_bit_by_bit(tmp_path: Path, others: list[Any]) -
     tensors = [*_small_tensors(), *(one for one in others if isinstance(one, torch.Tensor))]
     path = tmp_path / "state.safetensors"
 
-    save_state({"tensors": tensors, "others": others}, path)
+    save_state({"tensors": tensors, "others": others, "note": LONG}, path)
     loaded: Any = load_state(path)
 
     for saved, found in zip(tensors, loaded["tensors"], strict=True):
@@ -57,7 +59,7 @@ def test_small_tensors_come_back_bit_by_bit(tmp_path: Path, others: list[Any]) -
 
 def test_tensor_of_another_shape_than_promised_is_refused() -> None:
     tensors = [torch.zeros(4), torch.zeros(4)]
-    image = build_safetensors_image(flatten(tensors).tensors)
+    image = build_safetensors_image(flatten(tensors).tensors, metadata={"note": LONG})
 
     tensors[0].resize_(2)
     tensors[1].resize_(6)  # as many bytes in all

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the torch values of a state need torch")
 
 from ckptmgr.core.errors import UnsupportedState  # noqa: E402
+from ckptmgr.state import torch_values  # noqa: E402
 from ckptmgr.state.tree import flatten, restore, unflatten  # noqa: E402
 from tests.support.trees import reader, round_trip  # noqa: E402
 
@@ -296,3 +297,17 @@ def test_training_resumed_from_flat_state_equals_training_without_a_break() -> N
     for key, value in whole.net.state_dict().items():
         assert torch.equal(second.net.state_dict()[key], value)
     assert flatten(second.state()).skeleton == flatten(whole.state()).skeleton
+
+
+def test_memory_of_tensors_that_are_gone_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_values, "_exclusive", {})
+    monkeypatch.setattr(torch_values, "_checked_at", 10)
+    adopt = torch_values.adopter("float32")
+    gone = [adopt(np.ones(4, np.float32)) for _ in range(9)]
+    arrays = [np.ones(4, np.float32) for _ in range(3)]
+
+    gone.clear()
+    kept = [adopt(array) for array in arrays]
+
+    assert set(torch_values._exclusive) == {one.data_ptr() for one in kept}
+    assert all(map(torch_values.is_change_counted, kept))
