@@ -18,11 +18,10 @@ import os
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple
 
 from ckptmgr.core.contexts import contextmanager
 
@@ -75,16 +74,10 @@ def reserve_standard_descriptors() -> Iterator[None]:
         yield
 
 
-class DirectoryEntry(NamedTuple):
-    """A name and the descriptor of its directory; if that is not held, the path and None."""
-
-    name: str
-    dir_fd: int | None
-
-
 @dataclass(slots=True)
 class _Held:
     descriptor: int
+    figures: os.stat_result  # while it is held, device and inode are its own
     users: int = 0
 
 
@@ -107,7 +100,7 @@ class HeldDirectories:
             if path not in self._held:
                 parent = self._held.get(path.parent)
                 inside = None if parent is None else parent.descriptor
-                self._held[path] = _Held(_opened(path, inside))
+                self._held[path] = _opened(path, inside)
             held = self._use(path)
         try:
             yield
@@ -126,20 +119,21 @@ class HeldDirectories:
         if held is None:
             return False
         try:
-            return not os.path.samestat(path.stat(), os.fstat(held.descriptor))
+            return not os.path.samestat(path.stat(), held.figures)
         except FileNotFoundError:
             return True
         finally:
             self.leave(path, held)
 
-    def entry(self, path: Path) -> AbstractContextManager[DirectoryEntry]:
-        """Return a context with the entry for a path; errors within the block name the whole path."""
-        directory = path.parent
+    def entry(self, path: Path) -> DirectoryEntry:
+        """Return the entry for a path, to be used in a `with` block."""
+        return self.entry_in(path.parent, path.name)
+
+    def entry_in(self, directory: Path, name: str) -> DirectoryEntry:
+        """As `entry`, for a name in a directory."""
         with self._mutex:
             held = self._use(directory)
-        if held is None:
-            return nullcontext(DirectoryEntry(os.fspath(path), None))
-        return _HeldEntry(self, path, directory, held)
+        return DirectoryEntry(self, directory, name, held)
 
     @contextmanager
     def descriptor(self, path: Path) -> Iterator[int]:
@@ -192,21 +186,29 @@ class HeldDirectories:
                 os.close(held.descriptor)
 
 
-class _HeldEntry(AbstractContextManager[DirectoryEntry]):
-    """An entry of a held directory. No generator: listings make one for each file."""
+class DirectoryEntry(AbstractContextManager["DirectoryEntry"]):
+    """An entry of a directory, which stays held within a `with` block. No generator: listings make many.
 
-    __slots__ = ("_directories", "_directory", "_held", "_path")
+    Errors within the block name the whole path.
+
+    Attributes:
+        name: Its name; the path where the directory is not held.
+        dir_fd: The descriptor of the directory; None where that is not held.
+    """
+
+    __slots__ = ("_directories", "_directory", "_held", "dir_fd", "name")
 
     def __init__(
-        self, directories: HeldDirectories, path: Path, directory: Path, held: _Held
+        self, directories: HeldDirectories, directory: Path, name: str, held: _Held | None
     ) -> None:
         self._directories = directories
-        self._path = path
         self._directory = directory
         self._held = held
+        self.name = os.fspath(directory / name) if held is None else name
+        self.dir_fd = None if held is None else held.descriptor
 
     def __enter__(self) -> DirectoryEntry:
-        return DirectoryEntry(self._path.name, self._held.descriptor)
+        return self
 
     def __exit__(
         self,
@@ -214,25 +216,24 @@ class _HeldEntry(AbstractContextManager[DirectoryEntry]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._held is None:
+            return
         self._directories.leave(self._directory, self._held)
-        if isinstance(error, OSError) and error.filename == self._path.name:
-            error.filename = os.fspath(self._path)
+        if isinstance(error, OSError) and error.filename == self.name:
+            error.filename = os.fspath(self._directory / self.name)
 
 
-def _opened(path: Path, parent: int | None) -> int:
-    if parent is None:
-        return above_standard_streams(os.open(path, _DIRECTORY))
+def _opened(path: Path, parent: int | None) -> _Held:
+    nofollow = 0 if parent is None else os.O_NOFOLLOW
+    descriptor = above_standard_streams(open_entry(path, _DIRECTORY | nofollow, dir_fd=parent))
     try:
-        descriptor = os.open(path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
-    except OSError as error:
-        error.filename = os.fspath(path)
-        raise
-    try:
-        _check_owner(path, os.fstat(descriptor), os.fstat(parent))
+        figures = os.fstat(descriptor)
+        if parent is not None:
+            _check_owner(path, figures, os.fstat(parent))
     except BaseException:
         os.close(descriptor)
         raise
-    return above_standard_streams(descriptor)
+    return _Held(descriptor, figures)
 
 
 def _check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:

@@ -14,35 +14,79 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.io.byte_counters import count_bytes
-from ckptmgr.io.descriptors import above_standard_streams, errors_naming, open_entry
+from ckptmgr.io.descriptors import (
+    DirectoryEntry,
+    above_standard_streams,
+    errors_naming,
+    open_entry,
+)
 
 DIRECT_IO_ALIGNMENT = 4096
 REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 """Unaligned memory, or a file system that accepts the flag but not the transfer."""
 
 
+# O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
+_READING = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+class FileHead(NamedTuple):
+    """The first bytes of a file, and its size and identity (device, inode) when it was opened."""
+
+    data: bytes
+    size_bytes: int
+    identity: tuple[int, int]
+
+
+def read_head(at: DirectoryEntry, most_bytes: int) -> FileHead:
+    """Return the first bytes of a regular file; in a held directory of no link."""
+    descriptor = _open_to_read(at.name, at.dir_fd)
+    try:
+        figures = _checked_figures(at.name, descriptor)
+        wanted, data = min(figures.st_size, most_bytes), b""
+        # A network file system may return fewer bytes; only none at all are the end of the file.
+        while len(data) < wanted and (part := os.read(descriptor, wanted - len(data))):
+            data += part
+    finally:
+        os.close(descriptor)
+    count_bytes("read", len(data))
+    return FileHead(data, figures.st_size, (figures.st_dev, figures.st_ino))
+
+
+def _open_to_read(name: str, dir_fd: int | None) -> int:
+    """Return a descriptor of a path, or of an entry of `dir_fd` that is no link."""
+    if dir_fd is None:
+        return os.open(name, _READING)
+    try:
+        return os.open(name, _READING | os.O_NOFOLLOW, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.EINVAL, "is a link, not a regular file", name) from None
+
+
+def _checked_figures(name: str, descriptor: int) -> os.stat_result:
+    figures = os.fstat(descriptor)
+    if not stat.S_ISREG(figures.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", name)
+    return figures
+
+
 class CachedFile:
     """A regular file, read through the page cache; with `dir_fd` an entry of it and no link."""
 
     def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
-        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for
-        # regular files.
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        name = os.fspath(path) if dir_fd is None else path.name
+        self._descriptor = _open_to_read(name, dir_fd)
         try:
-            self._descriptor = open_entry(
-                path, flags if dir_fd is None else flags | os.O_NOFOLLOW, dir_fd=dir_fd
-            )
-        except OSError as error:
-            if dir_fd is None or error.errno != errno.ELOOP:
-                raise
-            raise OSError(errno.EINVAL, "is a link, not a regular file", str(path)) from None
-        figures = os.fstat(self._descriptor)
-        if not stat.S_ISREG(figures.st_mode):
+            figures = _checked_figures(name, self._descriptor)
+        except BaseException:
             self.close()
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
+            raise
         self._path = path
         self._size = figures.st_size
 

@@ -26,7 +26,15 @@ from typing import NamedTuple, Protocol
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.descriptors import HeldDirectories, errors_naming
-from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
+from ckptmgr.io.files import (
+    CachedFile,
+    ChangedFile,
+    FileHead,
+    NewFile,
+    UncachedFile,
+    adopt_owner,
+    read_head,
+)
 from ckptmgr.io.locks import locked
 from ckptmgr.io.permissions import inherit_directory_mode, set_directory_mode
 
@@ -126,6 +134,10 @@ class FileSystem(Protocol):
 
         With `is_uncached`, read past the page cache if possible.
         """
+        ...
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of a small file of a directory; refuse what `open` refuses."""
         ...
 
     def change(self, path: Path) -> OutputFile:
@@ -246,6 +258,11 @@ class OsFileSystem:
         kind = UncachedFile if is_uncached else CachedFile
         with self._directories.entry(path) as at:
             return kind(path, dir_fd=at.dir_fd)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of a small file of a directory; refuse what `open` refuses."""
+        with self._directories.entry_in(directory, name) as at:
+            return read_head(at, most_bytes)
 
     def change(self, path: Path) -> OutputFile:
         """Open an existing regular file to overwrite bytes; refuse symbolic and hard links."""

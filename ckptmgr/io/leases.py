@@ -34,7 +34,7 @@ from typing import NamedTuple, Protocol
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import StoreLocked
-from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileSystem, discard
 from ckptmgr.io.space_errors import explain_error
 
@@ -182,19 +182,19 @@ class Lease:
         # All else is read through the descriptor of the held directory.
         if self._fs.is_moved(self._path.parent):
             raise self._lost("its directory was removed, moved or replaced")
-        # The status first: on network file systems only the open asks the server.
-        status = self._fs.status(self._path)
         try:
-            text = read_text(self._fs, self._path)
+            # Text and identity of one open: on network file systems only that asks the server.
+            head = _head_of(self._fs, self._path)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             raise self._lost("its lease file was removed") from error
+        text = _decoded(head.data)
         # It is empty where the disk was full when the lease was taken.
         if text and not text.startswith(self.text):
             owner, _ = holders_in(text)
             raise self._lost(f"{owner.description or 'another process'} has taken it")
-        if status is None or status.identity != self.identity:
+        if head.identity != self.identity:
             raise self._lost("another file has the name of its lease file")
 
     def remove(self) -> None:
@@ -219,8 +219,14 @@ def read_text(fs: FileSystem, path: Path) -> str:
     Raises:
         OSError: It is not there, or cannot be read.
     """
-    with contextlib.closing(fs.open(path)) as file:
-        data = read_bytes(file, 0, min(file.size, _MAX_TEXT_BYTES))
+    return _decoded(_head_of(fs, path).data)
+
+
+def _head_of(fs: FileSystem, path: Path) -> FileHead:
+    return fs.read_head(path.parent, path.name, most_bytes=_MAX_TEXT_BYTES)
+
+
+def _decoded(data: bytes) -> str:
     return data.decode(errors="replace")
 
 

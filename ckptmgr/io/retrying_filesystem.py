@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A disk that retries read calls after transient errors; writes fail at once.
 
-An open file is not opened again: its name may be that of another file by now.
+An open file is not opened again: its name may be that of another file by now. `read_head` is one look at
+a name, so it opens the file again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import ParamSpec, TypeVar
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.formats.source import is_remote
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
 from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 
@@ -48,6 +50,10 @@ class RetryingFileSystem:
         """Open a regular file for reading."""
         file = self.retry(self.disk.open, path, is_uncached=is_uncached)
         return RetryingFile(file, self)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of a small file, which is opened again for each attempt."""
+        return self.retry(self.disk.read_head, directory, name, most_bytes=most_bytes)
 
     def names(self, path: Path) -> Sequence[str]:
         """Return the names in a directory."""

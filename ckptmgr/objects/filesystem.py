@@ -19,6 +19,7 @@ from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import BytesSource, read_bytes
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
 from ckptmgr.objects.directory import DATA, data_key, entries_of
 from ckptmgr.objects.paths import UrlPath
@@ -108,6 +109,11 @@ class RemoteFiles:
             with contextlib.suppress(FileNotFoundError):
                 return ObjectFile(self._objects, key, name=str(path))
         raise FileNotFoundError(errno.ENOENT, "no such object", str(path))
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of an object."""
+        file = self.open(directory / name)
+        return FileHead(read_bytes(file, 0, min(file.size, most_bytes)), file.size, (0, 0))
 
     def _open_manifest(self, path: Path) -> InputFile:
         file = ObjectFile(self._objects, path.name, name=str(path))

@@ -317,14 +317,36 @@ def test_file_system_that_takes_the_flag_but_no_direct_transfer_goes_through_the
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
-def test_open_refuses_what_is_no_regular_file(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("is_head", [False, True], ids=["open", "read_head"])
+def test_open_refuses_what_is_no_regular_file(tmp_path: Path, kind: str, is_head: bool) -> None:
     path = Path("/dev/null") if kind == "device" else tmp_path / kind
     if kind == "fifo":
         os.mkfifo(path)
     if kind == "directory":
         path.mkdir()
-    with nothing_stays_open(), pytest.raises(OSError, match="not a regular file"):
-        DISK.open(path)
+    with (
+        nothing_stays_open(),
+        pytest.raises(OSError, match="not a regular file") as caught,
+    ):
+        DISK.read_head(path.parent, path.name, most_bytes=1) if is_head else DISK.open(path)
+    assert caught.value.filename == str(path)
+
+
+def test_head_of_a_file_comes_with_its_whole_size_and_its_identity(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    status = DISK.status(tmp_path / "a")
+    assert status is not None
+    head = DISK.read_head(tmp_path, "a", most_bytes=4)
+    assert head == (b"0123", 10, status.identity)
+    assert DISK.read_head(tmp_path, "a", most_bytes=99).data == b"0123456789"
+
+
+def test_head_of_a_link_is_refused_in_a_held_directory(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    (tmp_path / "link").symlink_to("a")
+    with DISK.hold_directory(tmp_path), pytest.raises(OSError, match="is a link") as caught:
+        DISK.read_head(tmp_path, "link", most_bytes=4)
+    assert caught.value.filename == str(tmp_path / "link")
 
 
 def test_read_past_the_end_names_where_the_file_ended(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ckptmgr.core.errors import StoreLocked
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.policy.rules import Last, RetentionPolicy
@@ -51,6 +52,11 @@ class FailingReads(FailingDisk):
         if path.name.endswith(LEASE_SUFFIX):
             return self._disk.open(path, is_uncached=is_uncached)
         return super().open(path, is_uncached=is_uncached)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        if name.endswith(LEASE_SUFFIX):
+            return self._disk.read_head(directory, name, most_bytes=most_bytes)
+        return super().read_head(directory, name, most_bytes=most_bytes)
 
 
 def saved_after_failed_open(disk: ModelDisk, call: int, *, is_lasting: bool = False) -> Checkpoint:

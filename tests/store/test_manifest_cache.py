@@ -15,7 +15,8 @@ from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.model import Checkpoint, Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.io.filesystem import FileStatus, InputFile, OsFileSystem
+from ckptmgr.io.files import FileHead
+from ckptmgr.io.filesystem import FileStatus, OsFileSystem
 from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of
@@ -35,9 +36,9 @@ class CountingDisk(OsFileSystem):
         super().__init__()
         self.opened = 0
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        self.opened += path.name.endswith(SUFFIX)
-        return super().open(path, is_uncached=is_uncached)
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        self.opened += name.endswith(SUFFIX)
+        return super().read_head(directory, name, most_bytes=most_bytes)
 
 
 def by_name(store: Store) -> dict[str, Checkpoint]:

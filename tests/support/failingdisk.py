@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
 
 if TYPE_CHECKING:
@@ -122,6 +123,12 @@ class FailingDisk:
         """Open a file for reading."""
         self._meet("open", path)
         return _FailingInput(self, self._disk.open(path, is_uncached=is_uncached), path)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of a file; may fail as its open and as its read."""
+        self._meet("open", directory / name)
+        self._meet("read_into", directory / name)
+        return self._disk.read_head(directory, name, most_bytes=most_bytes)
 
     def change(self, path: Path) -> OutputFile:
         """Open a file that exists, for writing."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
 from tests.support.diskimage import DiskImage, Snapshot, os_error
 from tests.support.diskstate import FileContent, Order
@@ -150,6 +152,13 @@ class ModelDisk:
             if inode not in self._image.files:
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             return _ModelInput(self, inode)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        """Return the first bytes of a file."""
+        path = directory / name
+        file = self.open(path)
+        data = read_bytes(file, 0, min(file.size, most_bytes))
+        return FileHead(data, file.size, (1, self._image.resolve(path)))
 
     def change(self, path: Path) -> OutputFile:
         """Open a regular file that exists, to overwrite some of its bytes."""

@@ -14,6 +14,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OsFileSystem
 
 LAST = CheckpointConfig(keep="last(1)")
@@ -58,10 +59,17 @@ class Overtaken(OsFileSystem):
         self._call, self._suffix, self.left = call, suffix, times
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        self._overtake(path)
+        return super().open(path, is_uncached=is_uncached)
+
+    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
+        self._overtake(directory / name)
+        return super().read_head(directory, name, most_bytes=most_bytes)
+
+    def _overtake(self, path: Path) -> None:
         if self.left and path.name.endswith(self._suffix):
             self.left -= 1
             self._call()
-        return super().open(path, is_uncached=is_uncached)
 
 
 def saver(runs: Path, config: CheckpointConfig) -> Callable[[], object]:

@@ -43,7 +43,7 @@ class ManifestFiles(ManifestReader):
         if can_authenticate and signing_key is not None:
             return None
         path = self.directory / manifest_name(data_name)
-        has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
+        has_mac, has_signature = manifests.proofs_in(self._content(path.name), path=path)
         if has_mac and not can_authenticate:
             return "authenticated"
         return "signed" if has_signature and signing_key is None else None
@@ -80,7 +80,7 @@ class ManifestFiles(ManifestReader):
         if self.trust.keys is None:
             raise KeyProblem("a key is needed", path=self.directory / data_name)
         path = self.directory / manifest_name(data_name)
-        old = self._content(path)
+        old = self._content(path.name)
         manifest, new = manifests.reauthenticated(
             old, path=path, key=self.trust.keys, change=change
         )

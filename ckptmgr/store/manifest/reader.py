@@ -11,10 +11,8 @@ from typing import NamedTuple
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
-from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import pause_before_retry
 from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
@@ -131,7 +129,7 @@ class ManifestReader:
 
     def _content_of(self, data_name: str) -> bytes | None:
         try:
-            return self._content(self.directory / manifest_name(data_name))
+            return self._content(manifest_name(data_name))
         except FileNotFoundError:
             return None
 
@@ -183,7 +181,7 @@ class ManifestReader:
         status = self.fs.status(path)
         if status is None or self.fs.status(self.directory / data_name) is None:
             return None
-        return ManifestContent(data=self._content(path), mode=status.mode)
+        return ManifestContent(data=self._content(path.name), mode=status.mode)
 
     def load(self, name: str, *, trust: Trust) -> Manifest | None:
         """Return a manifest with both sides of a swap, or None; `Trust()` checks no proof.
@@ -194,7 +192,7 @@ class ManifestReader:
         """
         path = self.directory / name
         try:
-            data = self._content(path)
+            data = self._content(path.name)
         except FileNotFoundError:
             return None
         return manifests.decode(data, path=path, trust=trust)
@@ -209,30 +207,23 @@ class ManifestReader:
         if not is_temp_of(temp, path.name):
             return None
         try:
-            data = self._content(self.directory / temp)
+            data = self._content(temp)
             manifest = manifests.decode(data, path=path, trust=trust)
             is_new = manifest.replaces is None and not manifest.shards
             return manifest if is_new and self._describes_data(manifest.file) else None
         except (CkptmgrError, OSError):
             return None
 
-    def _content(self, path: Path) -> bytes:
-        try:
-            return self._read_whole(path)
-        except (OSError, MemoryError) as error:
-            pause_before_retry(error, self.fs)
-        return self._read_whole(path)
-
-    def _read_whole(self, path: Path) -> bytes:
-        with contextlib.closing(self.fs.open(path)) as file:
-            size = file.size
-            if size > manifests.MAX_MANIFEST_BYTES:
-                raise CorruptCheckpoint(
-                    f"has {size} bytes, a manifest at most {manifests.MAX_MANIFEST_BYTES}",
-                    path=path,
-                    hint="it is something else; move it away",
-                )
-            return read_bytes(file, 0, size)
+    def _content(self, name: str) -> bytes:
+        most_bytes = manifests.MAX_MANIFEST_BYTES
+        data, size_bytes, _ = self.fs.read_head(self.directory, name, most_bytes=most_bytes)
+        if size_bytes > most_bytes:
+            raise CorruptCheckpoint(
+                f"has {size_bytes} bytes, a manifest at most {most_bytes}",
+                path=self.directory / name,
+                hint="it is something else; move it away",
+            )
+        return data
 
     def matching_side(self, manifest: Manifest) -> Manifest:
         """Return the manifest, or the replaced one if that describes the data; reads the data."""
