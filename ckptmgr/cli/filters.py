@@ -164,6 +164,10 @@ def chosen_by(filters: Sequence[str], sort: str | None, now: datetime) -> Chosen
 
 def spared_by(chosen: Chosen) -> Callable[[Checkpoint], str | None]:
     """Return the function that says why a checkpoint that is not chosen stays."""
+    if not chosen.terms:
+        from ckptmgr.maintenance.prune_plan import nothing_spared
+
+        return nothing_spared
     return lambda one: None if chosen.takes(one) else "left out by --filter"
 
 

@@ -59,10 +59,11 @@ class PlanView:
             if batch in proposal.spared:
                 fate = "stays, because outside the trash nothing whole of a run is left"
             self.output.line(f"trash {batch.path.name}: {stored}; {fate}")
+        kept = proposal.kept
         freed = render.size(sum(c.size_bytes for c in proposal.dropped))
-        stays = render.size(sum(c.size_bytes for c in proposal.kept))
-        verb = "stays" if len(proposal.kept) == 1 else "stay"
-        self.output.line(f"would free {freed}; {len(proposal.kept)} {verb} ({stays})")
+        stays = render.size(sum(c.size_bytes for c in kept))
+        verb = "stays" if len(kept) == 1 else "stay"
+        self.output.line(f"would free {freed}; {len(kept)} {verb} ({stays})")
 
     def result(self, proposal: Proposal, outcome: PruneResult | None) -> None:
         """Show the result of a prune; None if nothing was done."""
@@ -128,15 +129,18 @@ class PlanView:
         names = ["SERIES"] * has_series + ["RUN"] * has_runs
         shown = [*names, "STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)]
         header = ("", *shown, "STATE", "WHY")
-        runs = run_by_name(one.counted.lines)
+        runs = run_by_name(one.counted.lines) if has_runs else {}
         rows = []
         for verdict in self.chosen.in_order(plan.verdicts, of=lambda one: one.checkpoint):
             if not (verdict.is_kept or self.shows_dropped):
                 continue
             word, *cells = _row(proposal, verdict, metrics)
             checkpoint = verdict.checkpoint
-            series, run = Cell(checkpoint.series), Cell(shown_run(runs[checkpoint.name]))
-            rows.append([word, *[series] * has_series, *[run] * has_runs, *cells])
+            if has_runs:
+                cells.insert(0, Cell(shown_run(runs[checkpoint.name])))
+            if has_series:
+                cells.insert(0, Cell(checkpoint.series))
+            rows.append([word, *cells])
         right = " ".join(("STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)))
         self.output.table(header, rows, right=right)
         if self.verbose:

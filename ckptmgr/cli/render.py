@@ -261,9 +261,9 @@ def _is_utf8(stream: TextIO) -> bool:
 
 def _spelled_out(text: str, stream: TextIO) -> str:
     """Return text that a stream can carry, and that cannot steer a terminal."""
+    if text.isascii() and text.isprintable():  # a large table has very many
+        return text
     shown = escape(text)
-    if shown.isascii():
-        return shown
     encoding = stream.encoding or "utf-8"
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 

@@ -68,11 +68,10 @@ def counted_together(
     that were saved in first, of equal names the line that committed last first.
     """
     whole = [c for c in found if c.state not in UNFINISHED]
-    lines = [
-        replace(line, checkpoints=tuple(c for c in line.checkpoints if series in (None, c.series)))
-        for line in lines_of(whole)
-    ]
-    lines = [line for line in lines if line.checkpoints]
+    lines = lines_of(whole)
+    if series is not None:
+        cut = [(line, tuple(c for c in line.checkpoints if c.series == series)) for line in lines]
+        lines = [replace(line, checkpoints=those) for line, those in cut if those]
     if by_series:
         return _by_series(lines)
     counted = [Counted(series=line.series, lines=(line,)) for line in lines]
@@ -122,14 +121,14 @@ class VerifiedPlanner:
         """
         while True:
             decided = plan_with(counted, self.damaged, policy, now, self._spared)
-            staying, going = _paths(decided.kept), _paths(decided.dropped)
+            staying = frozenset(one.path for one in decided.kept)
             newest = [
                 next(
                     (c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying),
                     None,
                 )
                 for line in _marked(counted, self.damaged)
-                if not going.isdisjoint(_paths(line.checkpoints))
+                if not all(one.path in staying for one in line.checkpoints)
             ]
             # Of a line from which nothing goes, nothing needs to be whole.
             if not any([one is not None and self._problem(one) is not None for one in newest]):
@@ -163,12 +162,16 @@ def plan_with(
     newest = [(line, line.newest) for line in lines if len(lines) > 1]
     protected = {one.path: f"newest of {line}" for line, one in newest if one is not None}
     history = [one for line in lines for one in line.checkpoints]
-    reasons = ((one.path, spared(one)) for one in history)
-    protected |= {path: why for path, why in reasons if why is not None and path not in protected}
+    reasons = [(one, spared(one)) for one in history] if spared is not nothing_spared else []
+    for one, why in reasons:
+        if why is not None:
+            protected.setdefault(one.path, why)
     return plan(history, policy, now, protected=protected, is_one_line=True)
 
 
-def _marked(counted: Counted, damaged: Mapping[Path, str]) -> list[RunLine]:
+def _marked(counted: Counted, damaged: Mapping[Path, str]) -> Sequence[RunLine]:
+    if not damaged:
+        return counted.lines
     return [
         replace(
             line,
@@ -179,10 +182,6 @@ def _marked(counted: Counted, damaged: Mapping[Path, str]) -> list[RunLine]:
         )
         for line in counted.lines
     ]
-
-
-def _paths(checkpoints: Sequence[Checkpoint]) -> frozenset[Path]:
-    return frozenset(one.path for one in checkpoints)
 
 
 def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptmgr.core.model import Checkpoint
 
@@ -76,7 +77,7 @@ def lines_of(checkpoints: Iterable[Checkpoint]) -> list[RunLine]:
     """Return the lines of a directory, the one that committed last first, files of no run last."""
     by_run: dict[str, list[Checkpoint]] = {}
     others: dict[str, list[Checkpoint]] = {}
-    for one in sorted(checkpoints, key=lambda c: (c.order, c.name)):
+    for one in sorted(checkpoints, key=_place):
         if one.run_id and not one.is_unproven:
             by_run.setdefault(one.run_id, []).append(one)
         else:
@@ -87,19 +88,25 @@ def lines_of(checkpoints: Iterable[Checkpoint]) -> list[RunLine]:
             continue
         parents = (parent for one in by_run[run] for parent in one.parent_run_ids)
         runs = [one for one in dict.fromkeys([run, *parents]) if one in by_run]
-        lines.append(_joined(tuple(runs), [one for each in runs for one in by_run.pop(each)]))
+        lines.append(_joined(tuple(runs), *[by_run.pop(each) for each in runs]))
     for series, found in others.items():
         at = next((i for i, line in enumerate(lines) if series in line.series), None)
         if at is None or any(one.is_countable for one in found):
             lines.append(_joined((), found))
         else:  # not counted anyway: shown with the rest of its series
-            lines[at] = _joined(lines[at].runs, [*lines[at].checkpoints, *found])
+            lines[at] = _joined(lines[at].runs, lines[at].checkpoints, found)
     return lines
 
 
-def _joined(runs: tuple[str, ...], checkpoints: Sequence[Checkpoint]) -> RunLine:
-    ordered = sorted(checkpoints, key=lambda c: (c.order, c.name))
-    return RunLine(runs=runs, checkpoints=tuple(ordered))
+def _joined(runs: tuple[str, ...], *parts: Sequence[Checkpoint]) -> RunLine:
+    """Return the line of some runs; the checkpoints of each part are in order."""
+    if len(parts) == 1:
+        return RunLine(runs=runs, checkpoints=tuple(parts[0]))
+    return RunLine(runs=runs, checkpoints=tuple(sorted(chain(*parts), key=_place)))
+
+
+def _place(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], str]:
+    return (checkpoint.order, checkpoint.name)
 
 
 def meant_line(lines: Sequence[RunLine], own_runs: Set[str] = frozenset()) -> RunLine | None:

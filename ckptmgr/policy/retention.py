@@ -144,24 +144,26 @@ def order_key(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], datetime, s
 
 def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[list[Checkpoint]]:
     # The last key makes the order total, so that the order of the input cannot matter. The repr is
-    # slow, and only a path that occurs twice needs it.
+    # slow, and only a path that occurs twice needs it; distinct commits need neither.
     has_doubles = len({item.path for item in history}) < len(history)
-    newest_first = sorted(
-        history,
-        key=lambda item: (
-            item.order,
-            as_utc(item.saved_at),
-            _text_of(item) if has_doubles else str(item.path),
-        ),
-        reverse=True,
-    )
-    seen: set[Path] = set()
+    has_ties = len({item.order for item in history}) < len(history)
+
+    def place(item: Checkpoint) -> tuple[object, ...]:
+        text = _text_of(item) if has_doubles else str(item.path)
+        return (item.order, as_utc(item.saved_at), text)
+
+    by_commit = operator.attrgetter("order")
+    newest_first = sorted(history, key=place if has_ties else by_commit, reverse=True)
+    if has_doubles:
+        by_path: dict[Path, Checkpoint] = {}
+        for item in newest_first:
+            by_path.setdefault(item.path, item)
+        newest_first = list(by_path.values())
+    if is_one_line:
+        return [newest_first]
     by_series: dict[str, list[Checkpoint]] = {}
     for checkpoint in newest_first:
-        if checkpoint.path not in seen:
-            seen.add(checkpoint.path)
-            name = "" if is_one_line else checkpoint.series
-            by_series.setdefault(name, []).append(checkpoint)
+        by_series.setdefault(checkpoint.series, []).append(checkpoint)
     return [by_series[name] for name in sorted(by_series)]
 
 
@@ -174,17 +176,18 @@ def _plan_series(
 ) -> list[Verdict]:
     countable = [checkpoint for checkpoint in series if checkpoint.is_countable]
     judged = [rule.judge(countable, now) for rule in rules] if countable else []
-    findings = {
-        checkpoint.path: [finding for finding in column if finding is not None]
-        for checkpoint, column in zip(countable, zip(*judged, strict=True), strict=True)
-    }
-    newest = countable[0].path if countable else None
+    findings = [
+        [finding for finding in column if finding is not None]
+        for column in zip(*judged, strict=True)
+    ]
+    next_findings = iter(findings)
+    newest = countable[0] if countable else None
     verdicts = [
         _verdict(
             checkpoint,
-            findings.get(checkpoint.path, []),
-            protected=protected.get(checkpoint.path),
-            is_newest=checkpoint.path == newest,
+            next(next_findings) if checkpoint.is_countable else [],
+            protected=protected.get(checkpoint.path) if protected else None,
+            is_newest=checkpoint is newest,
         )
         for checkpoint in series
     ]
@@ -218,7 +221,7 @@ def _verdict(
         checkpoint=checkpoint,
         is_kept=bool(reasons),
         reasons=tuple(dict.fromkeys(reasons)),
-        nearest=() if reasons else tuple(finding.reason for finding in findings),
+        nearest=() if reasons else tuple([finding.reason for finding in findings]),
     )
 
 
@@ -232,9 +235,9 @@ def _condition(checkpoint: Checkpoint) -> str:
 def _check_something_is_kept(
     countable: Sequence[Checkpoint],
     rules: Sequence[Rule],
-    findings: Mapping[Path, Sequence[Finding]],
+    findings: Sequence[Sequence[Finding]],
 ) -> None:
-    if not any(finding.is_kept for found in findings.values() for finding in found):
+    if not any(finding.is_kept for found in findings for finding in found):
         raise UnsafePrune(
             f"the policy {RetentionPolicy(tuple(rules))} keeps none of the {len(countable)} checkpoints "
             f"of series {countable[0].series!r}; nothing was dropped",

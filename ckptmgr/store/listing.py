@@ -285,7 +285,7 @@ class _Listing:
         self._processes = processes
         self._directory = files.directory
         self._entries = entries
-        self._temps = [name for name in entries if parse_temp(name) is not None]
+        self._temps = [one for one in entries if one[0] == "." and parse_temp(one) is not None]
         self._known = known
         self._is_alone = is_alone
         self._others = others
@@ -301,13 +301,17 @@ class _Listing:
                     lone.append(one)
                 else:
                     found.append(one)
-            elif parse_shard_name(name) is not None:
+            elif name[0] == ".":
+                if parse_temp(name) is not None:
+                    found.append(self._from_temp(name, status))
+            elif manifest_name(name) in entries or parse_shard_name(name) is not None:
                 continue
-            elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                if self._is_alone or not self._is_strategy(self._directory / name):
-                    found.append(self._without_manifest(name, status))
-            elif parse_temp(name) is not None:
-                found.append(self._from_temp(name, status))
+            elif (
+                name.endswith(DATA_SUFFIXES)
+                and status.is_file
+                and (self._is_alone or not self._is_strategy(self._directory / name))
+            ):
+                found.append(self._without_manifest(name, status))
         if lone:
             present = [*found, *self._others]
             found += [self._without_data(one, present) for one in lone]
@@ -427,7 +431,3 @@ class _Listing:
     def _is_live(self, temp: str) -> bool:
         token = parse_temp(temp)
         return token is not None and self._processes.is_dead(token[0]) is False
-
-
-def _is_data_name(name: str) -> bool:
-    return name.endswith(DATA_SUFFIXES) and not name.startswith(".")

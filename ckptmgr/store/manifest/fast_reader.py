@@ -75,6 +75,7 @@ _LAYOUT = re.compile(
 )
 _TEXT_IN_LIST = re.compile(r'"([^"]*)"')
 _FIGURE = re.compile(r'"([^"]*)": ([^,\n]*)')
+_NAME_OF_FIGURE = re.compile(r'"[^"]*"')
 _HEX = re.compile(_DIGEST)
 
 
@@ -90,7 +91,7 @@ def checkpoint_in(data: bytes, path: Path) -> Checkpoint | None:
     name, why, sequence = match["name"], match["why"], int(match["sequence"])
     is_plain = name == path.name and not is_set_name(name) and (why, sequence) != (PLACEHOLDER, 0)
     size_bytes, metrics = _size(match), _figures(match["metrics"])
-    if not is_plain or size_bytes is None or metrics is None or _figures(match["stats"]) is None:
+    if not is_plain or size_bytes is None or metrics is None or _has_doubles(match["stats"]):
         return None
     try:
         saved_at = datetime.fromisoformat(match["saved_at"])
@@ -155,6 +156,11 @@ def _figures(text: str) -> Figures | None:
     found = _FIGURE.findall(text)
     figures = Figures({name: float(number) for name, number in found})
     return figures if len(figures) == len(found) else None
+
+
+def _has_doubles(figures: str) -> bool:
+    names = _NAME_OF_FIGURE.findall(figures)
+    return len(set(names)) < len(names)
 
 
 def _link(match: re.Match[str]) -> Link | None:
