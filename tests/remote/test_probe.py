@@ -109,6 +109,14 @@ def test_versions_are_told_and_are_no_fault() -> None:
     assert "lifecycle rule" in versions.detail
 
 
+def test_generation_that_every_object_of_google_has_is_no_sign_of_versions() -> None:
+    objects = _Versioned(new_objects())
+    objects.url = "gs://bucket/run"
+    *_, versions = probe(objects)
+    assert versions.is_ok is None
+    assert versions.detail.startswith("not known: see whether the bucket has object versioning")
+
+
 def test_missing_guarantee_is_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ckptmgr.objects.requests.open_objects",
