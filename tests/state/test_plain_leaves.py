@@ -45,7 +45,6 @@ def test_leaf_in_another_spelling_is_the_same_leaf() -> None:
         (f'"a{LEAF}"', "not JSON"),
         (f"{{{LEAF}:1}}", "not JSON"),
         (f'{{"list":{LEAF}}}', "values are taken"),
-        (f'{{"sparse":[{LEAF}]}}', "is spelled"),
         (f'"\xff",{LEAF},{{"text":{LEAF}}},{{"list":3}}', "node 2 of the skeleton: bytes"),
         (f'1,{LEAF.replace("[2]", "[3]")},{{"list":2}}', "node 1 of the skeleton: tensor 'a'"),
         (LEAF.replace("[2]", "[02]"), "not JSON"),
@@ -61,6 +60,12 @@ def test_damaged_leaf_raises_tree_error(nodes: str, message: str) -> None:
         pytest.importorskip("torch")
     with pytest.raises(TreeError, match=message):
         decode(nodes)
+
+
+def test_leaf_within_a_sparse_matrix_is_no_place_for_its_text() -> None:
+    pytest.importorskip("scipy.sparse")
+    with pytest.raises(TreeError, match="is spelled"):
+        decode(f'{{"sparse":[{LEAF}]}}')
 
 
 def test_leaf_of_a_tensor_that_another_leaf_has_gets_the_same_memory() -> None:
