@@ -156,6 +156,17 @@ def test_at_steps_saves_the_steps_of_the_list_and_the_end(tmp_path: Path) -> Non
     assert sorted(one.step for one in Store(tmp_path).scan()) == [3, 10, 20, 25]
 
 
+@pytest.mark.parametrize(
+    ("policy", "expected"), [(EverySteps(100), [230]), (AtSteps(*range(100, 301, 100)), [200])]
+)
+def test_after_a_save_between_two_intervals_only_named_steps_stay(
+    tmp_path: Path, policy: SavePolicy, expected: list[int]
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(130, {"w": np.ones(1)})
+    assert saved_steps(tmp_path, policy, range(131, 240), resumes=True) == expected
+
+
 def test_at_steps_where_steps_are_skipped_saves_the_first_after_each(tmp_path: Path) -> None:
     assert saved_steps(tmp_path, AtSteps(5, 10, 12, 31), range(0, 40, 8)) == [8, 16, 32]
 

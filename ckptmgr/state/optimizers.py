@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare an optimizer of torch with a stored state.
+
+torch's `load_state_dict` takes the state of another class, or of other parameters: the run then
+fails at its next step, or goes on with the hyperparameters of the stored class.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptmgr.state.paths import Path
+
+# Hyperparameters that tell classes apart. Those that torch added to all classes in later versions,
+# and those that schedulers add, are not among them.
+_OF_A_CLASS = {"alpha", "amsgrad", "beta2_decay", "betas", "centered", "dampening", "etas", "lambd"}
+_OF_A_CLASS |= {"history_size", "lr_decay", "momentum", "momentum_decay", "nesterov", "rho"}
+_OF_A_CLASS |= {"step_sizes", "t0"}
+_OF_EACH_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf")
+_Problems = Iterator[tuple[Path, str]]
+
+
+def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
+    """Yield the path and the sentence of what torch's `load_state_dict` would take, or raise late.
+
+    Only optimizers whose state torch itself loads are compared.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(target, torch.optim.Optimizer):
+        return
+    inner = getattr(target, "optimizer", None)  # of Accelerate's wrapper
+    target = inner if isinstance(inner, torch.optim.Optimizer) else target
+    is_torchs = type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
+    stored_groups = stored.get("param_groups")
+    if not is_torchs or not isinstance(stored_groups, list | tuple):
+        return
+    groups, at = target.param_groups, path.key("param_groups")
+    if len(groups) != len(stored_groups):
+        yield at, f"has {len(groups)} groups, stored are {len(stored_groups)}"
+        return
+    parameters: dict[Any, Any] = {}
+    for index, (group, stored_group) in enumerate(zip(groups, stored_groups, strict=True)):
+        count, stored_count = len(group["params"]), len(stored_group["params"])
+        if count != stored_count:
+            yield at.index(index).key("params"), f"are {count}, stored are {stored_count}"
+        parameters |= zip(stored_group["params"], group["params"], strict=False)
+        if type(target).__module__.startswith("torch.optim."):
+            yield from _hyperparameter_problems(target, group, stored_group, at.index(index))
+    if type(target).__module__.startswith("torch.optim."):
+        yield from _shape_problems(parameters, stored["state"], path.key("state"))
+
+
+def _hyperparameter_problems(
+    target: Any, group: Mapping[str, Any], stored: Mapping[str, Any], path: Path
+) -> _Problems:
+    why = f"whose optimizer is another than {type(target).__name__}"
+    for key in sorted(_OF_A_CLASS & target.defaults.keys() - stored.keys()):
+        yield path.key(key), f"is not in the checkpoint, {why}"
+    for key in sorted(_OF_A_CLASS & stored.keys() - group.keys()):
+        yield path.key(key), f"is only in the checkpoint, {why}"
+    key = "decoupled_weight_decay"  # all that tells Adam from AdamW
+    if key in group and group[key] != stored.get(key, group[key]):
+        yield (
+            path.key(key),
+            f"is {group[key]}, stored is {stored[key]}: Adam and AdamW differ in it",
+        )
+
+
+def _shape_problems(
+    parameters: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path
+) -> _Problems:
+    for index, values in stored.items():
+        for name in _OF_EACH_ELEMENT:
+            if index in parameters and getattr(values.get(name), "shape", None) is not None:
+                wanted, found = list(parameters[index].shape), list(values[name].shape)
+                if wanted != found:
+                    at = path.key(index).key(name)
+                    yield at, f"is stored with shape {found}, its parameter has {wanted}"

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint of another optimizer, or of other parameters, is refused before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="optimizers of torch")
+
+from ckptmgr import CheckpointManager  # noqa: E402
+from ckptmgr.state.paths import StateMismatch  # noqa: E402
+
+OPTIM = torch.optim
+_Make = Callable[[Any], Any]
+
+
+def trained(make: _Make, *, seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    return {"model": model, "optimizer": make(model)}
+
+
+def step(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(2, 4)).square().mean().backward()
+    state["optimizer"].step()
+
+
+def resume(directory: Path, saved: _Make, given: _Make) -> dict[str, Any]:
+    """Save a step of one optimizer, and resume it with another."""
+    with CheckpointManager(directory) as manager:
+        state = trained(saved)
+        step(state)
+        manager.save(1, state)
+    with CheckpointManager(directory) as manager:
+        state = trained(given, seed=1)
+        before = state["model"][0].weight.clone()
+        try:
+            manager.resume(state)
+        except StateMismatch:
+            assert torch.equal(state["model"][0].weight, before)
+            raise
+    step(state)
+    return state
+
+
+def adamw(model: Any) -> Any:
+    return OPTIM.AdamW(model.parameters())
+
+
+REFUSED: list[tuple[str, _Make, _Make, str]] = [
+    ("another class", adamw, lambda m: OPTIM.SGD(m.parameters()), r"\['momentum'\] is not in.*SGD"),
+    (
+        "another class with fewer hyperparameters",
+        lambda m: OPTIM.Adam(m.parameters()),
+        lambda m: OPTIM.RAdam(m.parameters()),
+        r"\['amsgrad'\] is only in the checkpoint, whose optimizer is another than RAdam",
+    ),
+    (
+        "Adam for AdamW",
+        lambda m: OPTIM.Adam(m.parameters()),
+        adamw,
+        r"\['decoupled_weight_decay'\] is True, stored is False: Adam and AdamW differ",
+    ),
+    (
+        "more groups",
+        adamw,
+        lambda m: OPTIM.AdamW([{"params": m[0].parameters()}, {"params": m[1].parameters()}]),
+        r"state\['optimizer'\].state_dict\(\)\['param_groups'\] has 2 groups, stored are 1",
+    ),
+    (
+        "fewer parameters",
+        adamw,
+        lambda m: OPTIM.AdamW(m[0].parameters()),
+        r"\['param_groups'\]\[0\]\['params'\] are 2, stored are 4",
+    ),
+    (
+        "another order of the parameters",
+        adamw,
+        lambda m: OPTIM.AdamW(list(m.parameters())[::-1]),
+        r"\['state'\]\[0\]\['exp_avg'\] is stored with shape \[4, 4\], its parameter has \[1\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "message"), [one[1:] for one in REFUSED], ids=[one[0] for one in REFUSED]
+)
+def test_checkpoint_of_another_optimizer_is_refused_by_name(
+    tmp_path: Path, saved: _Make, given: _Make, message: str
+) -> None:
+    with pytest.raises(StateMismatch, match=message):
+        resume(tmp_path, saved, given)
+
+
+def test_hyperparameters_of_the_checkpoint_hold(tmp_path: Path) -> None:
+    state = resume(tmp_path, adamw, lambda m: OPTIM.AdamW(m.parameters(), lr=0.5))
+    assert state["optimizer"].param_groups[0]["lr"] == 0.001
+
+
+def test_length_of_a_schedule_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    def scheduler(steps: int) -> Any:
+        return OPTIM.lr_scheduler.CosineAnnealingLR(trained(adamw)["optimizer"], T_max=steps)
+
+    resumed = scheduler(20)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"scheduler": scheduler(10)})
+        manager.resume({"scheduler": resumed})
+    assert resumed.T_max == 10
+
+
+def test_weights_alone_begin_a_run_with_another_optimizer(tmp_path: Path) -> None:
+    old, new = trained(adamw), trained(lambda m: OPTIM.SGD(m.parameters()), seed=1)
+    step(old)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, old)
+    with CheckpointManager(tmp_path) as manager:
+        manager.load("latest", {"model": new["model"]}, only="model")
+        assert manager.resume(new, start="new").step == 0
+        assert torch.equal(new["model"][0].weight, old["model"][0].weight)
+        manager.save(1, new)
+        assert manager.resume(new).step == 1
+
+
+def test_checkpoint_of_an_older_torch_that_lacks_an_option_loads(tmp_path: Path) -> None:
+    def older(model: Any) -> Any:
+        optimizer = adamw(model)
+        del optimizer.param_groups[0]["decoupled_weight_decay"]
+        return optimizer
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, trained(older))
+        manager.resume(trained(adamw))
+
+
+def test_hyperparameters_that_a_scheduler_adds_are_taken(tmp_path: Path) -> None:
+    def scheduled(model: Any) -> Any:
+        optimizer = adamw(model)
+        OPTIM.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        return optimizer
+
+    state = resume(tmp_path, scheduled, adamw)
+    assert state["optimizer"].param_groups[0]["max_lr"] == 0.1
+
+
+def test_optimizer_that_loads_its_state_itself_is_not_compared(tmp_path: Path) -> None:
+    class Own(OPTIM.SGD):  # type: ignore[misc, name-defined]
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.loaded = len(state_dict["param_groups"])
+
+    state = resume(tmp_path, adamw, lambda m: Own(m.parameters()))
+    assert state["optimizer"].loaded == 1
+
+
+def test_optimizer_of_a_program_is_compared_by_its_parameters_alone(tmp_path: Path) -> None:
+    class Own(OPTIM.Optimizer):  # type: ignore[misc, name-defined]
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"betas": 0.5})
+
+        def step(self, closure: Any = None) -> None:
+            pass
+
+    resume(tmp_path, lambda m: OPTIM.SGD(m.parameters()), lambda m: Own(m.parameters()))
+    with pytest.raises(StateMismatch, match=r"\['params'\] are 2, stored are 4"):
+        resume(tmp_path, adamw, lambda m: Own(m[0].parameters()))
+
+
+def test_wrapped_optimizer_is_compared_as_the_one_in_it(tmp_path: Path) -> None:
+    class Wrapper(OPTIM.Optimizer):  # type: ignore[misc, name-defined]
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def state_dict(self) -> Any:
+            return self.optimizer.state_dict()
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.optimizer.load_state_dict(state_dict)
+
+    with pytest.raises(StateMismatch, match="another than SGD"):
+        resume(tmp_path, adamw, lambda m: Wrapper(OPTIM.SGD(m.parameters())))
