@@ -323,8 +323,30 @@ def test_data_that_go_on_from_epoch_to_epoch_are_warned_of(tmp_path: Path) -> No
 
 def test_data_in_other_batches_are_refused(tmp_path: Path) -> None:
     fit(tmp_path, 1, callbacks=[stop_at(0, 2)])
-    with pytest.raises(StateMismatch, match="after batch 3 of an epoch, and the epoch is shorter"):
+    with pytest.raises(
+        StateMismatch, match=r"after batch 3.*the epoch has 2 batches now, and had 4"
+    ):
         fit(tmp_path, 1, batch_size=16)
+    with pytest.raises(StateMismatch, match="the epoch has 8 batches now"):
+        fit(tmp_path, 1, batch_size=4)
+
+
+def rows_of(count: int) -> Iterator[Any]:
+    for first in range(0, 8 * count, 8):
+        yield X[first : first + 8], Y[first : first + 8]
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # the epoch is to be short
+def test_data_without_a_length_that_end_before_the_saved_batch_are_refused(tmp_path: Path) -> None:
+    fit(tmp_path, 1, data=(rows_of(4),), callbacks=[stop_at(0, 2)])
+    with pytest.raises(StateMismatch, match="after batch 3 of an epoch, and the epoch is shorter"):
+        fit(tmp_path, 1, data=(rows_of(2),))
+
+
+def test_other_batch_size_at_the_edge_of_an_epoch_is_taken(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    fit(tmp_path, 2, batch_size=16)
+    assert steps_in(tmp_path)[-1] == 6
 
 
 GROUPED = """

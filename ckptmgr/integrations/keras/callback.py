@@ -199,6 +199,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
 
         Raises:
             ValueError: `fit` does not go on where the run was saved.
+            StateMismatch: The epoch has another number of batches than in the saved run.
         """
         assert self._batches is not None  # noqa: S101 - since `on_train_begin`
         self._epoch, self._epoch_start = epoch, self._step
@@ -209,7 +210,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
                     f"fit begins with epoch {epoch}, and the run was saved in epoch {saved['epoch']}: pass"
                     " initial_epoch=checkpoints.initial_epoch to fit"
                 )
-            done = saved["batch"]
+            done, steps = saved["batch"], saved.get("steps")
+            if done and steps and steps != self.params["steps"]:
+                problem = f"has {self.params['steps']} batches now, and had {steps}"
+                raise _other_batches(f"after batch {done}", f"the epoch {problem}")
             GlobalRandom().load_state_dict(saved["epoch_random" if done else "random"])
             self._epoch_start = self._step - done
             put_counts(self._counting, saved["counts"])  # `on_train_begin` of each has begun again
@@ -296,6 +300,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
                 "epoch": step.epoch,
                 "batch": step.batch,
                 "mark": step.mark,
+                "steps": self.params["steps"],
             }
 
         self._step = step.number
