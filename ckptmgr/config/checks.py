@@ -164,10 +164,16 @@ def check_append_info(info: object) -> dict[str, object] | None:
 def check_raw_key(name: str, key: object) -> bytes | None:
     """Return a key or None; the message never shows the value."""
     if key is not None and not isinstance(key, bytes):
-        raise ValueError(
+        error = ValueError(
             f"The parameter '{name}' must be isinstance of (<class 'NoneType'>, <class 'bytes'>), "
             f"but got <redacted {type(key).__name__}>."
         )
+        if isinstance(key, str):
+            error.add_note(
+                f"hint: a text names a source, as in {name}='file:run.key' or 'env:RUN_KEY'; a key"
+                " in hexadecimal is bytes.fromhex(...)"
+            )
+        raise error
     return key
 
 

@@ -241,3 +241,24 @@ def test_passphrase_that_opens_is_asked_for_once(
     (path,) = tmp_path.glob("net*.ckpe")
     load_checkpoint(str(path), dec_key="passphrase:prompt:")
     assert questions == ["Passphrase for dec_key: "]
+
+
+def test_text_that_names_no_source_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"redacted str") as caught:
+        CheckpointConfig(enc_key="0123456789abcdef")
+    assert "0123456789abcdef" not in str(caught.value)
+    assert caught.value.__notes__ == [
+        "hint: a text names a source, as in enc_key='file:run.key' or 'env:RUN_KEY'; a key in"
+        " hexadecimal is bytes.fromhex(...)"
+    ]
+
+
+@pytest.mark.parametrize("format", ["ckpt", FORMAT])
+def test_run_without_the_key_of_its_checkpoints_names_the_ways_to_give_it(
+    tmp_path: Path, format: str
+) -> None:
+    train(tmp_path, CheckpointConfig(enc_key=bytes(32), format=format))
+    with pytest.raises(KeyProblem, match="a key is needed") as caught:
+        train(tmp_path, CheckpointConfig(format=format), resume=True)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("pass a key: enc_key of CheckpointConfig")

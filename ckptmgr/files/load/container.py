@@ -41,7 +41,7 @@ def open_container_file(
         raise KeyProblem(
             f"the file is encrypted ({container_mode(raw)}); a key is needed",
             path=path,
-            hint="pass dec_key or --key",
+            hint="pass a key: enc_key of CheckpointConfig, dec_key of a load, --key of a command",
         )
     ring = ring_of(key)
     if not ring.can_open:

@@ -225,7 +225,7 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         raise KeyProblem(
             f"the file is encrypted ({mode}); a key is needed",
             path=path,
-            hint="pass dec_key or --key",
+            hint="pass a key: enc_key of CheckpointConfig, dec_key of a load, --key of a command",
         )
     wanted = options.mode or str(mode)
     try:
