@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
@@ -178,6 +178,43 @@ def test_evaluation_of_fit_is_in_the_checkpoint_of_the_last_step_of_the_epoch(
     assert found == {
         step: {"loss", "mae"} if step % EPOCH == 0 else {"loss"} for step in range(1, 9)
     }
+
+
+def test_steps_of_two_epochs_save_the_end_of_every_second_epoch(tmp_path: Path) -> None:
+    every = 2 * programs.dataset().get_dataset_size()
+    checkpoints, _ = run(tmp_path, 4, save_checkpoint_steps=every)
+    found = {one.step: one.epoch for one in checkpoints.manager.checkpoints()}
+    assert found == {2 * EPOCH: 2, 4 * EPOCH: 4}
+
+
+def test_named_steps_stay_the_ends_of_epochs_after_a_stop_inside_one(tmp_path: Path) -> None:
+    def start(*callbacks: Any) -> Any:
+        model, rows = programs.model(), programs.dataset()
+        every = 2 * rows.get_dataset_size()
+        policy = AtSteps(*range(every, 6 * EPOCH + 1, every))
+        checkpoints = ours.CheckpointCallback(tmp_path, save_policy=policy)
+        first = checkpoints.resume(model, rows, 6)
+        model.train(6, rows, callbacks=[checkpoints, *callbacks], initial_epoch=first)
+        return checkpoints
+
+    start(Seen(3 * EPOCH + 1, stop))
+    assert saved_steps(start()) == [2 * EPOCH, 3 * EPOCH + 1, 4 * EPOCH, 6 * EPOCH]
+
+
+def test_only_the_epochs_with_the_best_evaluation_are_saved(tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    def note(event: Any) -> None:
+        if event.name == "save.durable":
+            saved.append(event.step)
+
+    config = CheckpointConfig(keep="best(1, mae, max)", save_only_kept=True)
+    checkpoints = ours.CheckpointCallback(tmp_path, config, observe=note)
+    model, rows = programs.model(), programs.dataset()
+    first = checkpoints.resume(model, rows, 4)
+    valid = programs.dataset(is_shuffled=False)
+    model.fit(4, rows, valid, callbacks=[checkpoints], initial_epoch=first)
+    assert saved == [EPOCH, 4 * EPOCH]  # the error shrinks; the end is saved in any case
 
 
 def test_finished_run_that_is_started_again_returns_what_it_had(tmp_path: Path) -> None:

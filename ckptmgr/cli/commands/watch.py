@@ -146,7 +146,7 @@ def watch_command(
     CKPTMGR_WATCH_EVENT (alarm or cleared), CKPTMGR_WATCH_DIRECTORY and CKPTMGR_WATCH_MESSAGE are
     set.
 
-    --serve shows the page of report in a browser, made anew every few seconds. Nothing can be
+    --serve shows the page of report in a browser, updated every few seconds. Nothing can be
     changed there, and everyone who reaches the address sees it.
 
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
