@@ -86,7 +86,9 @@ def _make(directory: Path) -> None:
             "TMPDIR to another folder",
             str(folder),
         )
-    directory.mkdir(mode=0o700, exist_ok=True)
+    # Not exist_ok: it raises FileExistsError if the folder goes just after it was found.
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
 
 
 def clear(store: Store) -> None:

@@ -276,6 +276,28 @@ class _Removing(OsFileSystem):
             yield other
 
 
+def test_run_begins_while_another_one_removes_the_folder_that_it_found(
+    killed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def found(path: Path, mode: int = 0o777) -> None:
+        try:
+            make(path, mode)
+        except FileExistsError:
+            if Path(path) == folder:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    url = new_url()
+    folder = staging_directory(url, "ckpt")
+    folder.mkdir()
+    monkeypatch.setattr(os, "mkdir", found)
+    with CheckpointManager(url) as manager:
+        manager.save(1, _STATE)
+        assert [one.step for one in manager.checkpoints()] == [1]
+
+
 def test_run_begins_while_another_one_removes_the_folder(machine: Path) -> None:
     with CheckpointManager(new_url(), fs=_Removing(3)) as manager:
         manager.save(1, _STATE)
