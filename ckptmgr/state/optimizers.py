@@ -8,10 +8,10 @@ fails at its next step, or goes on with the hyperparameters of the stored class.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptmgr.state.paths import Path
+from ckptmgr.state.paths import Path, StateMismatch
 
 # Hyperparameters that tell classes apart. Those that torch added to all classes in later versions,
 # and those that schedulers add, are not among them.
@@ -19,7 +19,46 @@ _OF_A_CLASS = {"alpha", "amsgrad", "beta2_decay", "betas", "centered", "dampenin
 _OF_A_CLASS |= {"history_size", "lr_decay", "momentum", "momentum_decay", "nesterov", "rho"}
 _OF_A_CLASS |= {"step_sizes", "t0"}
 _OF_EACH_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf")
+_OF_TORCH = "torch.optim."
 _Problems = Iterator[tuple[Path, str]]
+
+
+def class_of(optimizer: object) -> str:
+    """Return the name under which the class of an optimizer is recorded.
+
+    The module is part of it only for torch's own classes: programs move theirs.
+    """
+    is_wrapped = type(optimizer).__module__.startswith("accelerate.")
+    kind = type(_unwrapped(optimizer) if is_wrapped else optimizer)
+    return f"{_OF_TORCH if kind.__module__.startswith(_OF_TORCH) else ''}{kind.__name__}"
+
+
+def all_problems(
+    optimizer: Any, stored: Mapping[Any, Any], stored_class: str | None, path: Path
+) -> list[tuple[Path, str]]:
+    """Return that an optimizer is not of the recorded class, or else its `optimizer_problems`.
+
+    A class that was not recorded is None.
+    """
+    given = class_of(optimizer)
+    if stored_class not in (None, given):
+        return [(path, f"is a {given}, stored is the state of a {stored_class}")]
+    return list(optimizer_problems(optimizer, stored, path))
+
+
+def check_same(problems: Iterable[tuple[Path, str]], *, hint: str) -> None:
+    """Raise StateMismatch for problems of an optimizer whose state the framework itself loads."""
+    lines = [f"{path} {problem}" for path, problem in problems]
+    if lines:
+        text = "\n  ".join(lines)
+        raise StateMismatch(f"the checkpoint is of another optimizer:\n  {text}", hint=hint)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer in Accelerate's wrapper, or the one that is given."""
+    torch = sys.modules.get("torch")
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if torch and isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
 def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
@@ -30,8 +69,7 @@ def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _P
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(target, torch.optim.Optimizer):
         return
-    inner = getattr(target, "optimizer", None)  # of Accelerate's wrapper
-    target = inner if isinstance(inner, torch.optim.Optimizer) else target
+    target = _unwrapped(target)
     is_torchs = type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
     stored_groups = stored.get("param_groups")
     if not is_torchs or not isinstance(stored_groups, list | tuple):
@@ -46,9 +84,9 @@ def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _P
         if count != stored_count:
             yield at.index(index).key("params"), f"are {count}, stored are {stored_count}"
         parameters |= zip(stored_group["params"], group["params"], strict=False)
-        if type(target).__module__.startswith("torch.optim."):
+        if type(target).__module__.startswith(_OF_TORCH):
             yield from _hyperparameter_problems(target, group, stored_group, at.index(index))
-    if type(target).__module__.startswith("torch.optim."):
+    if type(target).__module__.startswith(_OF_TORCH):
         yield from _shape_problems(parameters, stored["state"], path.key("state"))
 
 

@@ -36,6 +36,7 @@ from ckptmgr.core.errors import (  # noqa: E402
 )
 from ckptmgr.integrations.safetensors.torch import save_file  # noqa: E402
 from ckptmgr.integrations.transformers import CheckpointCallback, from_pretrained  # noqa: E402
+from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
 pytestmark = [pytest.mark.hub, pytest.mark.filterwarnings("default")]  # Transformers advises
 KEY = bytes(range(32))
@@ -57,6 +58,7 @@ def new_trainer(place: Path, model: Any, callbacks: list[Any], **options: Any) -
     tokens = torch.randint(0, 50, (32, 8), generator=torch.Generator().manual_seed(1))
     data: Any = [{"input_ids": row, "labels": row.sum() % 2} for row in tokens]
     collator = options.pop("data_collator", None)
+    optimizers = options.pop("optimizers", (None, None))
     options = {"max_steps": 6, "save_strategy": "no", **options}
     args = TrainingArguments(
         str(place / "logs"), report_to="none", disable_tqdm=True, use_cpu=True, **options
@@ -68,6 +70,7 @@ def new_trainer(place: Path, model: Any, callbacks: list[Any], **options: Any) -
         eval_dataset=data[:8],
         callbacks=callbacks,
         data_collator=collator,
+        optimizers=optimizers,
     )
 
 
@@ -219,6 +222,141 @@ def test_plain_run_materialized_is_a_directory_that_goes_with_the_block(tmp_path
         }
         assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 6
     assert not folder.exists()
+
+
+def resume_with(place: Path, model: Any, **options: Any) -> Any:
+    """Train six more steps with another model, or with other arguments."""
+    with CheckpointCallback(place / "runs") as checkpoints:
+        trainer = new_trainer(place, model, [checkpoints], **{"max_steps": 12, **options})
+        trainer.train(resume_from_checkpoint=checkpoints.materialize())
+    return trainer
+
+
+OTHER_OPTIMIZERS = {
+    "adagrad": "is a torch.optim.Adagrad, stored is the state of a torch.optim.AdamW",
+    "sgd": "is a torch.optim.SGD, stored is the state of a torch.optim.AdamW",
+    "adafactor": "is a Adafactor, stored is the state of a torch.optim.AdamW",  # of Transformers
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIMIZERS)
+def test_training_with_another_optimizer_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    train(tmp_path)
+    with pytest.raises(StateMismatch, match=f"{OTHER_OPTIMIZERS[name]}\nhint: train with"):
+        resume_with(tmp_path, new_model(), optim=name)
+    assert CheckpointManager(tmp_path / "runs").checkpoints()[-1].step == 6
+
+
+def with_optimizer(place: Path, make: Any) -> Any:
+    """Train, or go on, with the optimizer that a function makes for the model."""
+    model = new_model()
+    with CheckpointCallback(place / "runs") as checkpoints:
+        trainer = new_trainer(
+            place, model, [checkpoints], max_steps=4, optimizers=(make(model), None)
+        )
+        trainer.train(resume_from_checkpoint=checkpoints.materialize())
+    return trainer
+
+
+def test_training_with_another_order_of_the_parameters_is_refused(tmp_path: Path) -> None:
+    with_optimizer(tmp_path, lambda model: torch.optim.Adam(model.parameters()))
+    with pytest.raises(StateMismatch, match=r"\['exp_avg'\] is stored with shape \[50, 16\]"):
+        with_optimizer(tmp_path, lambda model: torch.optim.Adam([*model.parameters()][::-1]))
+
+
+def test_other_groups_of_parameters_are_an_error_that_names_checkpoint_and_way_out(
+    tmp_path: Path,
+) -> None:
+    def grouped(model: Any) -> Any:
+        return torch.optim.Adam([{"params": [one]} for one in model.parameters()])
+
+    with_optimizer(tmp_path, lambda model: torch.optim.Adam(model.parameters()))
+    with pytest.raises(ValueError, match="parameter group") as caught:  # torch's own
+        with_optimizer(tmp_path, grouped)
+    (note,) = caught.value.__notes__
+    assert re.search(r"ckpt-4.ckpt was being resumed; if it does not fit, train with", note)
+
+
+def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
+    class Older(CheckpointManager):
+        def step_end(self, step: int, state: Any, **facts: Any) -> Any:
+            def without_class() -> Any:
+                return {name: one for name, one in state().items() if name != "optimizer_class"}
+
+            return super().step_end(step, without_class, **facts)
+
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        checkpoints.manager = Older(tmp_path / "runs")
+        new_trainer(tmp_path, new_model(), [checkpoints]).train()
+    assert resume_with(tmp_path, new_model()).state.global_step == 12
+
+
+OTHER_MODELS: dict[str, tuple[dict[str, Any], Any, str]] = {
+    "a layer more": ({"num_hidden_layers": 2}, None, r"bert.encoder.layer.1.* not in the checkp"),
+    "a layer less": ({"num_hidden_layers": 0}, None, r"bert.encoder.layer.0.* only in the checkp"),
+    "another size": ({"vocab_size": 60}, None, r"float32\[60, 16\], stored is .*\[50, 16\]"),
+    "another type": ({}, torch.bfloat16, r"is torch.bfloat16\[.*stored is torch.float32\["),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_MODELS)
+def test_training_of_another_model_is_refused_by_the_names_of_its_weights(
+    kind: str, tmp_path: Path
+) -> None:
+    train(tmp_path, max_steps=1)
+    sizes, dtype, message = OTHER_MODELS[kind]
+    model = BertForSequenceClassification(BertConfig(**SMALL | sizes)).to(dtype)
+    with pytest.raises(StateMismatch, match=f"{message}(?s:.*)\nhint: train with the model"):
+        resume_with(tmp_path, model)
+
+
+def test_another_model_is_refused_also_where_materialize_comes_before_the_trainer(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, max_steps=1)
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        checkpoints.materialize()
+        with pytest.raises(StateMismatch, match="another model"):
+            new_trainer(tmp_path, new_model().half(), [checkpoints])
+
+
+def test_another_model_is_refused_also_where_the_callback_is_added_later(tmp_path: Path) -> None:
+    train(tmp_path, max_steps=1)
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        trainer = new_trainer(tmp_path, new_model().bfloat16(), [])
+        trainer.add_callback(checkpoints)
+        with pytest.raises(StateMismatch, match="another model"):
+            trainer.train(resume_from_checkpoint=checkpoints.materialize())
+
+
+def test_training_that_does_not_resume_beside_checkpoints_is_warned_of_once(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path)
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
+        with pytest.warns(UserWarning, match="without it: write") as caught:
+            trainer.train()
+    said = [str(one.message) for one in caught if "without it" in str(one.message)]
+    assert re.fullmatch(
+        r".*ckpt-6.ckpt is of step 6, and this training begins at step 0, without it: write"
+        r" trainer.train\(resume_from_checkpoint=checkpoints.materialize\(\)\) .*",
+        "".join(said),
+    )
+
+
+def test_training_in_an_empty_directory_is_not_warned_of(tmp_path: Path) -> None:
+    with warnings.catch_warnings(), CheckpointCallback(tmp_path / "runs") as checkpoints:
+        warnings.filterwarnings("error", message=".*without it")
+        new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2).train()
+
+
+def test_directory_that_is_made_and_not_given_to_the_trainer_is_an_error(tmp_path: Path) -> None:
+    train(tmp_path)
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+        checkpoints.materialize()
+        with pytest.raises(ValueError, match=r"of step 6, and the training begins at step 0: wri"):
+            new_trainer(tmp_path, new_model(), [checkpoints]).train()
 
 
 def test_tied_weights_resumed_are_tied_and_equal(tmp_path: Path) -> None:

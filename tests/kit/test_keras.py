@@ -193,6 +193,43 @@ def test_other_model_is_refused_with_its_variables_and_not_changed(tmp_path: Pat
         fit(tmp_path, 2, model=longer)
 
 
+def with_optimizer(optimizer: Any) -> Any:
+    model = model_of()
+    model.compile(optimizer, "mse")
+    return model
+
+
+def test_other_class_of_optimizer_with_the_same_names_is_refused(tmp_path: Path) -> None:
+    kinds = keras.optimizers
+    fit(tmp_path, 1, model=with_optimizer(kinds.Adam(name="optimizer")))
+    for other, name in (
+        (kinds.AdamW(name="optimizer"), "AdamW"),
+        (kinds.LossScaleOptimizer(kinds.Adam(name="optimizer")), "LossScaleOptimizer of Adam"),
+    ):
+        model = with_optimizer(other)
+        before = model.get_weights()
+        with pytest.raises(StateMismatch, match=f"is {name}, stored are the variables of Adam\\b"):
+            fit(tmp_path, 2, model=model)
+        assert all(map(np.array_equal, before, model.get_weights()))
+    fit(tmp_path, 2, model=with_optimizer(kinds.Adam(name="optimizer")))
+    assert steps_in(tmp_path)[-1] == 8
+
+
+def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
+    class Older(CheckpointManager):
+        def step_end(self, step: int, state: Any, **facts: Any) -> Any:
+            def without_class() -> Any:
+                return {name: one for name, one in state().items() if name != "optimizer_class"}
+
+            return super().step_end(step, without_class, **facts)
+
+    with CheckpointCallback(tmp_path) as checkpoints:
+        checkpoints.manager = Older(tmp_path)
+        model_of().fit(X, Y, batch_size=8, callbacks=[checkpoints], verbose=0)
+    fit(tmp_path, 2)
+    assert steps_in(tmp_path)[-1] == 8
+
+
 def counted(directory: Path, epochs: int, **options: Any) -> Any:
     """Train with callbacks that wait two epochs; return what they count, and the rate."""
     from keras.callbacks import EarlyStopping, ReduceLROnPlateau

@@ -24,6 +24,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError  # noqa: E402
 from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
+from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
 pytestmark = pytest.mark.kit
 ROOT = Path(__file__).parents[2]
@@ -131,6 +132,92 @@ def test_best_checkpoint_is_loaded_by_test(tmp_path: Path) -> None:
     trainer.test(model, ckpt_path=callback.best("worse"), verbose=False)
     torch.testing.assert_close(dict(model.state_dict()), dict(best), rtol=0, atol=0)
     assert callback.best("other") is None
+
+
+class Optimized(BoringModel):  # type: ignore[misc]
+    """Trains with the optimizers that a function makes."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.make = make
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizers."""
+        return self.make(self.layer)
+
+
+def adam(layer: Any) -> Any:
+    return torch.optim.Adam(layer.parameters())
+
+
+def adamw(layer: Any) -> Any:
+    return torch.optim.AdamW(layer.parameters())
+
+
+class Own(torch.optim.Adam):  # type: ignore[misc, name-defined]
+    """An Adam of a program, whose state is torch's."""
+
+
+OTHER_OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "AdamW": (
+        adamw,
+        r"state\['optimizer_states'\]\[0\] is a torch.optim.AdamW, stored is .*torch.optim.Adam\b",
+    ),
+    "a class of the program": (
+        lambda layer: Own(layer.parameters()),
+        "is a Own, stored is the state of a torch.optim.Adam",
+    ),
+    "more groups": (
+        lambda layer: torch.optim.Adam([{"params": [layer.weight]}, {"params": [layer.bias]}]),
+        r"\['param_groups'\] has 2 groups, stored are 1",
+    ),
+    "another order of the parameters": (
+        lambda layer: torch.optim.Adam([layer.bias, layer.weight]),
+        r"\['exp_avg'\] is stored with shape \[2, 32\], its parameter has \[2\]",
+    ),
+    "fewer optimizers": (lambda _: [], "are 1, and this fit has 0"),
+}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
+def test_fit_with_another_optimizer_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    make, message = OTHER_OPTIMIZERS[kind]
+    fit(tmp_path, model=Optimized(adam))
+    with pytest.raises(StateMismatch, match=f"(?s){message}.*start='new'"):
+        fit(tmp_path, 6, model=Optimized(make))
+    assert max(steps_in(tmp_path)) == 4
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fit_from_a_file_of_the_trainer_is_refused_with_another_optimizer(tmp_path: Path) -> None:
+    file = tmp_path / "own.ckpt"
+    fit(tmp_path / "runs", model=Optimized(adam)).save_checkpoint(file)
+    with pytest.raises(StateMismatch, match=r"a torch.optim.AdamW, stored"):
+        fit(tmp_path / "others", 6, model=Optimized(adamw), ckpt_path=file)
+    assert fit(tmp_path / "same", 6, model=Optimized(adam), ckpt_path=file).global_step == 6
+
+
+@pytest.mark.usefixtures("quiet")
+def test_checkpoint_without_a_class_is_compared_by_its_hyperparameters(tmp_path: Path) -> None:
+    class Older(Optimized):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            del checkpoint["ckptmgr_optimizers"]  # as saved by ckptmgr before it was recorded
+
+    fit(tmp_path, model=Older(adam))
+    with pytest.raises(StateMismatch, match="Adam and AdamW differ in it"):
+        fit(tmp_path, 6, model=Older(adamw))
+    assert fit(tmp_path, 6, model=Older(lambda layer: Own(layer.parameters()))).global_step == 6
+
+
+@pytest.mark.usefixtures("quiet")
+def test_weights_alone_begin_a_run_with_another_optimizer(tmp_path: Path) -> None:
+    saved = fit(tmp_path, model=Optimized(adam)).lightning_module.layer.weight
+    model = Optimized(adamw)
+    weights: Any = CheckpointManager(tmp_path).load("latest", only="state_dict")
+    model.load_state_dict(weights["state_dict"])
+    assert torch.equal(model.layer.weight, saved)
+    assert fit(tmp_path, 2, model=model, ckpt_path=None, callback={"start": "new"}).global_step == 2
 
 
 class Validated(BoringModel):  # type: ignore[misc]
@@ -357,13 +444,18 @@ def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     page = ROOT / "docs" / "lightning.md"
     if not page.exists():
         pytest.skip("needs the sources")
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    block, weights_alone = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
     for end in (40, 60):
-        names: dict[str, Any] = {}
+        names.clear()
         exec(block.replace("40", str(end)), names)  # noqa: S102 - our own page
         assert names["trainer"].global_step == end
     assert max(steps_in(tmp_path / "runs" / "boring")) == 60
+    saved = names["trainer"].lightning_module.layer.weight.clone()
+    exec(f"{weights_alone}\ntrained_from = weights", names)  # noqa: S102
+    assert names["trainer"].global_step == 2
+    assert torch.equal(names["trained_from"]["layer.weight"], saved)
 
 
 def test_example_is_at_most_three_lines_longer_than_without_checkpoints() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -323,6 +324,42 @@ def test_other_network_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(StateMismatch, match=r"0\.weight"):
         ours.CheckpointCallback(tmp_path).resume(model, programs.dataset(), 2)
     assert differences(before, programs.returned(model)) == []
+
+
+def linear(kind: Any) -> Any:
+    """Return a model of one layer whose optimizer is of a class."""
+    network = nn.Dense(4, 1)
+    return train.Model(network, nn.MSELoss(), kind(network.trainable_params(), learning_rate=0.1))
+
+
+def test_other_class_of_optimizer_with_the_same_names_is_refused(tmp_path: Path) -> None:
+    class Own(nn.Adagrad):  # type: ignore[misc, name-defined]
+        """An optimizer of a program, whose parameters have the names of MindSpore's."""
+
+    run(tmp_path, 1, model=linear(nn.Adagrad))
+    rows = programs.dataset()
+    with pytest.raises(StateMismatch, match="optimizer is Own, but the run was saved with Adagrad"):
+        ours.CheckpointCallback(tmp_path).resume(linear(Own), rows, 2)
+    assert ours.CheckpointCallback(tmp_path).resume(linear(nn.Adagrad), rows, 2) == 1
+
+
+def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
+    class Older(CheckpointManager):
+        def step_end(self, step: int, state: Any, **facts: Any) -> Any:
+            def without_class() -> Any:
+                found = state()
+                training = json.loads(found["training"])
+                del training["optimizers"]
+                return {**found, "training": json.dumps(training)}
+
+            return super().step_end(step, without_class, **facts)
+
+    model, rows = programs.model(), programs.dataset()
+    checkpoints = ours.CheckpointCallback(tmp_path)
+    checkpoints.manager = Older(tmp_path)
+    first = checkpoints.resume(model, rows, 1)
+    model.train(1, rows, callbacks=[checkpoints], initial_epoch=first)
+    assert ours.CheckpointCallback(tmp_path).resume(programs.model(), rows, 2) == 1
 
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:

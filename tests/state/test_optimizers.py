@@ -12,6 +12,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="optimizers of torch")
 
 from ckptmgr import CheckpointManager  # noqa: E402
+from ckptmgr.state.optimizers import all_problems, check_same, class_of  # noqa: E402
+from ckptmgr.state.paths import Path as StatePath  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
 OPTIM = torch.optim
@@ -182,3 +184,52 @@ def test_wrapped_optimizer_is_compared_as_the_one_in_it(tmp_path: Path) -> None:
 
     with pytest.raises(StateMismatch, match="another than SGD"):
         resume(tmp_path, adamw, lambda m: Wrapper(OPTIM.SGD(m.parameters())))
+
+
+# What integrations with frameworks that load the optimizer themselves compare.
+
+
+class OwnAdam(OPTIM.Adam):  # type: ignore[misc, name-defined]
+    """An Adam of a program."""
+
+
+def compare(given: _Make, saved: _Make, *, is_recorded: bool) -> None:
+    """Compare as an integration does, with the class of the saved optimizer, or without it."""
+    old = trained(saved)
+    step(old)
+    optimizer, state = trained(given)["optimizer"], old["optimizer"].state_dict()
+    stored_class = class_of(old["optimizer"]) if is_recorded else None
+    found = all_problems(optimizer, state, stored_class, StatePath().key("optimizer"))
+    check_same(found, hint="build the same")
+
+
+def test_recorded_class_of_another_optimizer_is_named() -> None:
+    def adam(model: Any) -> Any:
+        return OPTIM.Adam(model.parameters())
+
+    def own(model: Any) -> Any:
+        return OwnAdam(model.parameters())
+
+    with pytest.raises(StateMismatch) as caught:
+        compare(adamw, adam, is_recorded=True)
+    assert str(caught.value) == (
+        "the checkpoint is of another optimizer:\n"
+        "  state['optimizer'] is a torch.optim.AdamW, stored is the state of a torch.optim.Adam\n"
+        "hint: build the same"
+    )
+    with pytest.raises(StateMismatch, match=r"is a OwnAdam, stored .* torch.optim.Adam\n"):
+        compare(own, adam, is_recorded=True)
+    compare(own, adam, is_recorded=False)
+    with pytest.raises(StateMismatch, match="Adam and AdamW differ"):
+        compare(adamw, adam, is_recorded=False)
+
+
+def test_recorded_class_is_that_in_the_wrapper_of_accelerate_but_in_no_other() -> None:
+    class Lookahead:
+        optimizer = adamw(trained(adamw)["model"])
+
+    class Accelerated(Lookahead):
+        __module__ = "accelerate.optimizer"
+
+    assert class_of(Accelerated()) == "torch.optim.AdamW"
+    assert class_of(Lookahead()) == "Lookahead"

@@ -34,8 +34,10 @@ from ckptmgr.integrations.keras.counts import counts_of, put_counts
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
     array_of,
+    class_name,
     global_seed,
     model_variables,
+    other_model,
     pairs_of,
     values_of,
 )
@@ -178,7 +180,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
 
         Raises:
             RuntimeError: Outside of a `with` block, or in a second `fit`.
-            StateMismatch: The model is another than the saved one.
+            StateMismatch: The model, or the class of its optimizer, is another than the saved one.
         """
         if not self._is_entered:
             raise RuntimeError("train inside `with CheckpointCallback(...) as checkpoints:`")
@@ -292,6 +294,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             return {
                 "model": values_of(model_variables(model)),
                 "optimizer": values_of(model.optimizer.variables),
+                "optimizer_class": class_name(model.optimizer),
                 "metrics": values_of(model.metrics_variables),
                 "seed": array_of(self._seed),
                 "counts": counts,
@@ -332,6 +335,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         if self._saved is None:
             return
         model, saved = self.model, self._saved
+        stored_class, given = saved.get("optimizer_class"), class_name(model.optimizer)
+        if stored_class not in (None, given):
+            problem = f"optimizer: is {given}, stored are the variables of {stored_class}"
+            raise other_model([problem])
         parts = {
             "model": model_variables(model),
             "optimizer": model.optimizer.variables,

@@ -76,7 +76,7 @@ def pairs_of(
         if not problems and len(found) != len(stored):
             problems = [f"{part}: has {len(found)} variables, stored are {len(stored)}"]
         if problems:
-            raise _other_model(problems)
+            raise other_model(problems)
         pairs = list(zip(found.values(), stored.values(), strict=True))
     else:
         pairs = [(one, stored[path]) for path, one in found.items()]
@@ -86,9 +86,17 @@ def pairs_of(
         if tuple(one.shape) != np.shape(value)
     ]
     if problems:
-        raise _other_model(problems)
+        raise other_model(problems)
     return pairs
 
 
-def _other_model(problems: list[str]) -> StateMismatch:
+def class_name(optimizer: Any) -> str:
+    """Return the class of an optimizer, and of the one that it wraps, such as for a loss scale."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    name = type(optimizer).__name__
+    return name if inner is None else f"{name} of {class_name(inner)}"
+
+
+def other_model(problems: list[str]) -> StateMismatch:
+    """Return the error of a model that is another than the saved one."""
     return mismatch("this model", problems, hint="build and compile the same model that was saved")

@@ -38,6 +38,11 @@ from ckptmgr.integrations.lightning.checkpoint_io import (
 )
 from ckptmgr.integrations.lightning.loaders import TrainingLoaders
 from ckptmgr.integrations.lightning.manager_io import SCHEME, ManagerIO
+from ckptmgr.integrations.lightning.optimizers import (
+    check_optimizers,
+    note_classes,
+    stored_optimizers,
+)
 from ckptmgr.integrations.lightning.progress import start_next_epoch
 from ckptmgr.observe.observers import Observer
 from ckptmgr.state.global_random import GlobalRandom
@@ -131,6 +136,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         self._has_stepped = True
         self._is_between_epochs = False
         self._metrics: Mapping[str, float] = {}
+        self._optimizers: Mapping[str, Any] = {}
 
     def latest(self) -> str | None:
         """Return the newest checkpoint for `ckpt_path=`; None for a first start."""
@@ -160,6 +166,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
                 f"ManagerCheckpoint saves the state of one process, and there are {trainer.world_size}: use"
                 " ModelCheckpoint with the plugin ckptmgr.integrations.lightning.CkptmgrIO"
             )
+        self._optimizers = {}
         self._io = ManagerIO(lambda name: self._load(trainer, name), strategy.checkpoint_io)
         strategy.checkpoint_io = self._io
         if stage == "fit" and not trainer.fast_dev_run:
@@ -174,11 +181,14 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             strategy.process_dataloader = process_dataloader
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse to train from scratch beside checkpoints.
+        """Refuse to train from scratch beside checkpoints, or with other optimizers.
 
         Raises:
             ValueError: There are checkpoints, and none of them is resumed.
+            StateMismatch: The checkpoint is of optimizers of another class, or of other parameters.
         """
+        optimizers, self._optimizers = self._optimizers, {}
+        check_optimizers(trainer.optimizers, optimizers)
         if trainer.fast_dev_run or self._is_resumed:
             return
         if trainer.global_step and trainer.global_step == self._ended_step:
@@ -272,6 +282,10 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
 
     # ------------------------------------------------------------------ saves
 
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Record the classes of the optimizers, which Lightning does not."""
+        note_classes(trainer.optimizers, checkpoint)
+
     def _step_end(self, trainer: Any) -> None:
         self._waits_for = None
         step = trainer.global_step
@@ -307,6 +321,10 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         return storable(checkpoint)
 
     # ------------------------------------------------------------------ loads
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note the stored optimizers, which are compared before Lightning loads them."""
+        self._optimizers = stored_optimizers(checkpoint)
 
     def _load(self, trainer: Any, name: str) -> dict[str, Any]:
         """Return a checkpoint by its name; a fit goes on from the newest one.

@@ -103,7 +103,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
 
         Raises:
             StateMismatch: The checkpoint is of another network, or of no `CheckpointCallback`, and
-                nothing was changed; or it is of data with another number of batches.
+                nothing was changed; or it is of another class of optimizer, or of data with another
+                number of batches.
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         self._model, self._random, self._ended = model, None, None
@@ -120,6 +121,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
         if start.checkpoint is None:
             return 0
         facts = json.loads(start.state["training"])  # type: ignore[index, unused-ignore]
+        _check_optimizers(model.train_network, facts.get("optimizers"))
         self._step, self._facts = start.step, facts
         steps_per_epoch = int(facts["steps_per_epoch"])
         random.take()
@@ -250,6 +252,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
             "steps_per_epoch": self._steps_per_epoch,
             "batches": params.train_dataset.get_dataset_size(),
             "data_seed": data.config.get_seed(),
+            "optimizers": _optimizers(network),
             "loss_scale": {
                 name: getattr(scaler, name) for name in _OF_LOSS_SCALE if hasattr(scaler, name)
             },
@@ -296,6 +299,24 @@ class _StepRandom(GlobalRandom):
 def _parameters(cell: Any) -> dict[str, Any]:
     """Return the parameters of a network, and of the optimizer that trains it, by their names."""
     return {one.name: one for one in cell.get_parameters()}
+
+
+def _optimizers(network: Any) -> list[str]:
+    """Return the classes of the optimizers in a network that trains."""
+    cells = [cell for _, cell in network.cells_and_names()]
+    return [type(cell).__name__ for cell in cells if isinstance(cell, mindspore.nn.Optimizer)]
+
+
+def _check_optimizers(network: Any, stored: list[str] | None) -> None:
+    """Refuse another class whose parameters have the same names, such as LazyAdam for Adam."""
+    given = _optimizers(network)
+    if stored not in (None, given):
+        names, others = ", ".join(given) or "none", ", ".join(stored or ()) or "none"
+        raise StateMismatch(
+            f"the optimizer is {names}, but the run was saved with {others}",
+            hint="resume with the same class of optimizer, or begin a run with the network alone in another directory:"
+            " load_param_into_net(network, manager.load('latest', only='network')['network'])",
+        )
 
 
 def _warn_of_order(dataset: Any, *, is_resumed: bool) -> None:

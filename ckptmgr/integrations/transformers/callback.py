@@ -2,26 +2,20 @@
 # pyright: reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # (without Transformers pyright takes this file for it)
-"""Checkpoints of the Trainer of Transformers: durable, verified, encrypted, and resumed bit for bit.
-
-```
-with CheckpointCallback("runs/bert", CheckpointConfig(save_checkpoint_steps=100)) as checkpoints:
-    args = TrainingArguments(..., save_strategy="no")
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[checkpoints])
-    trainer.train(resume_from_checkpoint=checkpoints.materialize())
-```
+"""`CheckpointCallback`: the checkpoints of a `CheckpointManager` as a callback of the Trainer.
 
 * A step is saved where the Trainer itself would save it: after its logs and its evaluation, so that
   their metrics belong to it, and the random numbers are those that the next step sees.
 * The Trainer resumes from a directory, which `materialize` makes, and removes when it was read.
 * Inside an epoch the Trainer loads the random numbers after the first batch. Those with which the
   epoch began, which order the data, are put back before.
+* The Trainer loads another model with a warning, and another optimizer without one. The model is
+  compared before, the optimizer when it was loaded: before, no callback sees it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
@@ -35,14 +29,25 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from safetensors.torch import save as safetensors_bytes
-from transformers import AutoConfig, GenerationConfig, TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.integrations.hub_folder import is_hub_folder, weights_in
+from ckptmgr.core.notes import add_note
+from ckptmgr.integrations.transformers.checks import (
+    CALL,
+    WAYS_OUT,
+    check_arguments,
+    check_model,
+    check_optimizer,
+    kinds_of,
+    warn_about,
+)
+from ckptmgr.integrations.transformers.files import random_of_trainer, text_of, weights_file
 from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.optimizers import class_of
+from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.manager import CheckpointManager
 
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
@@ -77,6 +82,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
         self._resumed: Checkpoint | None = None
+        self._has_asked = False
+        self._model: Any = None
+        self._stored_model: Mapping[str, str] | None = None
+        self._stored_optimizer: Mapping[str, Any] = {}
         self._ended: tuple[Checkpoint, int, float | None] | None = None
         self._is_pending = False
         self._metrics: dict[str, float] = {}
@@ -99,6 +108,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Leave the training; after an error as `CheckpointManager` does."""
         self._is_entered = False
         self._given.close()
+        is_told = isinstance(error, StateMismatch)
+        if error is not None and self._resumed is not None and not is_told:  # before the first step
+            text = (
+                f"ckptmgr: {self._resumed.path} was being resumed; if it does not fit, {WAYS_OUT}"
+            )
+            add_note(error, text)
         try:
             self._open.__exit__(kind, error, traceback)
         finally:
@@ -115,11 +130,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         Raises:
             RuntimeError: Outside of a `with` block.
             UnsupportedCheckpoint: The newest checkpoint is not that of a Trainer.
+            StateMismatch: It is of another model.
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         self._check_is_entered()
         start = self.manager.resume()
-        self._resumed = start.checkpoint
+        self._has_asked, self._resumed = True, None
         if start.checkpoint is None:
             return None
         state = start.state
@@ -129,14 +145,24 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 path=self.manager.directory / start.checkpoint.path.name,
                 hint="use another directory or prefix",
             )
+        # What is compared later is kept without elements.
+        self._stored_model = kinds_of(state["model"])
+        self._check_model()
+        self._stored_optimizer = {
+            "class": state.get("optimizer_class"),
+            "param_groups": state["optimizer"].get("param_groups"),
+        }
+        self._resumed = start.checkpoint
         self._given.close()
         folder = Path(tempfile.mkdtemp(prefix="ckptmgr-resume-"))
         self._given.callback(shutil.rmtree, folder, ignore_errors=True)
-        self._write(folder, "model.safetensors", lambda file: file.write(_weights(state["model"])))
+        self._write(
+            folder, "model.safetensors", lambda file: file.write(weights_file(state["model"]))
+        )
         torch_files = {
             "optimizer.pt": state["optimizer"],
             "scheduler.pt": state["scheduler"],
-            "rng_state.pth": _random_of_trainer(state["random"]),
+            "rng_state.pth": random_of_trainer(state["random"]),
         }
         if "scaler" in state:
             torch_files["scaler.pt"] = state["scaler"]
@@ -158,14 +184,22 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             write(file)
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Refuse what cannot be saved."""
-        _check_arguments(args)
+        """Refuse what cannot be saved, or is another model than the one to resume."""
+        check_arguments(args)
+        self._model = kwargs["model"]
+        self._check_model()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch for signals; refuse what cannot be saved."""
+        """Begin to watch for signals; refuse what cannot be saved, or does not fit the checkpoint.
+
+        Raises:
+            ValueError: `materialize()` was called, and the training begins elsewhere.
+            StateMismatch: The checkpoint is of another model, or of another optimizer.
+        """
         self._check_is_entered()
-        _check_arguments(args)
-        _warn_about(args, is_resumed=self._saved_epoch is not None)
+        check_arguments(args)
+        warn_about(args, is_resumed=self._saved_epoch is not None)
+        self._check_start(state, kwargs)
         self._open.close()
         self._open.enter_context(self.manager)
         self._is_pending = False
@@ -223,6 +257,33 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._end_step(state, control, kwargs)
         self._open.close()
 
+    def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
+        """Compare what the Trainer has loaded with the checkpoint; warn if it loads none of them."""
+        self._model = kwargs["model"]
+        self._check_model()
+        self._model = self._stored_model = None
+        has_asked, self._has_asked = self._has_asked, False
+        newest = None if has_asked else self.manager.latest()
+        if newest is not None:
+            warnings.warn(
+                f"{newest.path} is of step {newest.step}, and this training begins at step {state.global_step}, without it:"
+                f" write {CALL} to go on from it, or use another directory or prefix for a new run",
+                stacklevel=2,
+            )
+        if self._resumed is None:
+            return
+        if state.global_step != self._resumed.step:
+            raise ValueError(
+                f"materialize() gave the checkpoint of step {self._resumed.step}, and the training begins at step"
+                f" {state.global_step}: write {CALL}"
+            )
+        check_optimizer(kwargs["optimizer"], self._stored_optimizer)
+
+    def _check_model(self) -> None:
+        """Raise StateMismatch if the model is known, and another than that of the checkpoint."""
+        if self._model is not None and self._stored_model is not None:
+            check_model(self._model, self._stored_model)
+
     def _undo_step(self, state: Any, kwargs: Mapping[str, Any]) -> None:
         """Put back the end of a run, after which the Trainer made a step."""
         assert self._ended is not None  # noqa: S101
@@ -245,8 +306,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             found = {
                 "model": model,
                 "optimizer": optimizer,
+                "optimizer_class": class_of(optimizer),
                 "scheduler": kwargs["lr_scheduler"],
-                "trainer": _text_of(state),
+                "trainer": text_of(state),
                 "random": step_random,
                 "epoch_random": epoch_random,
                 "config": None if config is None else config.to_json_string(),
@@ -275,140 +337,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise RuntimeError("train inside `with CheckpointCallback(...) as checkpoints:`")
 
 
-def from_pretrained(
-    cls: Any,
-    directory: str | os.PathLike[str],
-    *,
-    key: bytes | str | None = None,
-    prefix: str = "ckpt",
-    **options: Any,
-) -> Any:
-    """Return the model of the newest checkpoint of a run, encrypted or not, for inference.
-
-    A directory in the layout of the Hub is taken, too: `config.json` beside `model.safetensors`, or
-    its shards and their index, of which each may be encrypted, under its name or with `.ckpe` at its
-    end.
-
-    Args:
-        cls: The class of the model, or one of the `Auto` classes.
-        directory: Directory of the checkpoints that `CheckpointCallback` saved, or of the model.
-        key: Opens the files. A file that is not encrypted is then refused.
-        prefix: As for `CheckpointCallback`.
-        options: As for `cls.from_pretrained`, such as `dtype`.
-
-    Raises:
-        CheckpointNotFound, UnsupportedCheckpoint: There is no checkpoint, or no configuration in it.
-        CorruptCheckpoint, KeyProblem, OSError: As `CheckpointManager.load`.
-    """
-    place = Path(directory)
-    if is_hub_folder(place):
-        weights = weights_in(place, key)
-        return _made(cls, AutoConfig.from_pretrained(place), weights, place, **options)
-    config = CheckpointConfig() if key is None else CheckpointConfig(enc_key=key)
-    with CheckpointManager(directory, config, prefix=prefix) as manager:
-        newest = manager.latest()
-        if newest is None:
-            raise CheckpointNotFound(
-                "there is no checkpoint of a Trainer",
-                path=place,
-                hint="name the directory, and prefix=, of a CheckpointCallback, or one with config.json and model.safetensors",
-            )
-        found: Any = manager.load(newest, only=["model", "config"])
-    if found["config"] is None:
-        raise UnsupportedCheckpoint(
-            "has no configuration of Transformers",
-            path=newest.path,
-            hint="build the model, and load it with load(..., {'model': model}, only='model')",
-        )
-    weights = {name: torch.as_tensor(value) for name, value in found["model"].items()}
-    made = AutoConfig.for_model(**json.loads(found["config"]))
-    return _made(cls, made, weights, None, **options)
-
-
-def _made(
-    cls: Any, config: Any, weights: Mapping[str, Any], directory: Path | None, **options: Any
-) -> Any:
-    """Return a model with these weights, and the generation settings of the directory."""
-    if not hasattr(cls, "config_class") or cls.config_class is None:  # an Auto class
-        with torch.device("meta"):
-            cls = type(cls.from_config(config))
-    model = cls.from_pretrained(None, config=config, state_dict=dict(weights), **options)
-    if directory is not None and (directory / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
-    return model
-
-
-def _check_arguments(args: Any) -> None:
-    """Raise ValueError for a way of training whose state is spread over processes or elsewhere."""
-    refused = {
-        "fsdp": args.fsdp,
-        "deepspeed": args.deepspeed,
-        "world_size": args.world_size if args.world_size > 1 else None,
-        "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
-        "restore_callback_states_from_checkpoint": args.restore_callback_states_from_checkpoint,
-    }
-    for name, value in refused.items():
-        if value:
-            raise ValueError(
-                f"TrainingArguments({name}={value!r}) cannot be had with CheckpointCallback: leave it out,"
-                " or leave the checkpoints to the Trainer"
-            )
-
-
-def _warn_about(args: Any, *, is_resumed: bool) -> None:
-    """Warn of arguments that save twice, or resume elsewhere."""
-    if args.save_strategy != "no":
-        warnings.warn(
-            f"the Trainer saves checkpoints, too, unencrypted, because of save_strategy={args.save_strategy!r}:"
-            ' set TrainingArguments(save_strategy="no")',
-            stacklevel=3,
-        )
-    if is_resumed and args.ignore_data_skip:
-        warnings.warn(
-            "the resumed run gets the first batches of the epoch again, because of ignore_data_skip=True",
-            stacklevel=3,
-        )
-
-
 def _is_whole(state: Any) -> bool:
     """Whether an epoch has just ended."""
     return float(state.epoch or 0.0).is_integer()
-
-
-def _text_of(state: TrainerState) -> str:
-    """Return the state as the Trainer writes it."""
-    number = os.memfd_create("trainer_state.json")
-    with os.fdopen(number, "rb") as file:
-        state.save_to_json(f"/proc/self/fd/{number}")
-        return file.read().decode()
-
-
-def _weights(values: Mapping[str, Any]) -> bytes:
-    """Return safetensors; tied weights come twice, because the file has no views."""
-    seen: set[int] = set()
-    tensors = {}
-    for name, value in values.items():
-        tensor = torch.as_tensor(value).contiguous()
-        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    return safetensors_bytes(tensors, metadata={"format": "pt"})
-
-
-def _random_of_trainer(stored: Mapping[str, Any]) -> dict[str, object]:
-    """Return random states as the Trainer stores them."""
-    present = GlobalRandom().state_dict()
-    GlobalRandom().load_state_dict(stored)
-    try:
-        found: dict[str, object] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():  # pragma: no cover - needs CUDA
-            found["cuda"] = torch.cuda.get_rng_state()
-    finally:
-        GlobalRandom().load_state_dict(present)
-    return found
 
 
 def _draws() -> tuple[object, ...]:

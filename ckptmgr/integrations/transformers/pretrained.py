@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false
+# (without Transformers pyright takes this folder for it)
+"""`from_pretrained`: the model of a run, or of a folder in the layout of the Hub, for inference."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.integrations.hub_folder import is_hub_folder, weights_in
+from ckptmgr.training.manager import CheckpointManager
+
+
+def from_pretrained(
+    cls: Any,
+    directory: str | os.PathLike[str],
+    *,
+    key: bytes | str | None = None,
+    prefix: str = "ckpt",
+    **options: Any,
+) -> Any:
+    """Return the model of the newest checkpoint of a run, encrypted or not, for inference.
+
+    A directory in the layout of the Hub is taken, too: `config.json` beside `model.safetensors`, or
+    its shards and their index, of which each may be encrypted, under its name or with `.ckpe` at its
+    end.
+
+    Args:
+        cls: The class of the model, or one of the `Auto` classes.
+        directory: Directory of the checkpoints that `CheckpointCallback` saved, or of the model.
+        key: Opens the files. A file that is not encrypted is then refused.
+        prefix: As for `CheckpointCallback`.
+        options: As for `cls.from_pretrained`, such as `dtype`.
+
+    Raises:
+        CheckpointNotFound, UnsupportedCheckpoint: There is no checkpoint, or no configuration in it.
+        CorruptCheckpoint, KeyProblem, OSError: As `CheckpointManager.load`.
+    """
+    place = Path(directory)
+    if is_hub_folder(place):
+        weights = weights_in(place, key)
+        return _made(cls, AutoConfig.from_pretrained(place), weights, place, **options)
+    config = CheckpointConfig() if key is None else CheckpointConfig(enc_key=key)
+    with CheckpointManager(directory, config, prefix=prefix) as manager:
+        newest = manager.latest()
+        if newest is None:
+            raise CheckpointNotFound(
+                "there is no checkpoint of a Trainer",
+                path=place,
+                hint="name the directory, and prefix=, of a CheckpointCallback, or one with config.json and model.safetensors",
+            )
+        found: Any = manager.load(newest, only=["model", "config"])
+    if found["config"] is None:
+        raise UnsupportedCheckpoint(
+            "has no configuration of Transformers",
+            path=newest.path,
+            hint="build the model, and load it with load(..., {'model': model}, only='model')",
+        )
+    weights = {name: torch.as_tensor(value) for name, value in found["model"].items()}
+    made = AutoConfig.for_model(**json.loads(found["config"]))
+    return _made(cls, made, weights, None, **options)
+
+
+def _made(
+    cls: Any, config: Any, weights: Mapping[str, Any], directory: Path | None, **options: Any
+) -> Any:
+    """Return a model with these weights, and the generation settings of the directory."""
+    if not hasattr(cls, "config_class") or cls.config_class is None:  # an Auto class
+        with torch.device("meta"):
+            cls = type(cls.from_config(config))
+    model = cls.from_pretrained(None, config=config, state_dict=dict(weights), **options)
+    if directory is not None and (directory / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    return model
