@@ -289,7 +289,7 @@ def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
     With `is_dry` only report what would be restored.
 
     Raises:
-        CheckpointNotFound: The trash is empty.
+        CheckpointNotFound: The trash is empty, or another process has just emptied it.
         StoreLocked: A live process writes one of the series; those before it are restored.
         OSError: From the disk; calling it again continues.
     """

@@ -25,7 +25,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem, unlink_if_present
 from ckptmgr.io.signals import defer_signals
@@ -39,6 +39,7 @@ __all__ = [
     "batches",
     "discard_batch",
     "finish",
+    "held_listed",
     "new_batch_path",
     "restore_from_trash",
     "series_of",
@@ -50,6 +51,7 @@ __all__ = [
 
 _CLOCK_SKEW = timedelta(days=1)
 _WITHOUT_DATA = (State.LEFTOVER, State.MISSING)
+_MOST_TRIES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +78,11 @@ def batches(store: Store) -> list[Batch]:
     """Return the batches in the trash of a directory, oldest first; other entries are ignored."""
     found = []
     for path, thrown_at in batch_folders(store.fs, store.directory):
-        with held_batch(store.fs, path):
-            inside = Store(path, fs=store.fs, trust=store.trust).scan()
+        try:
+            with held_batch(store.fs, path):
+                inside = Store(path, fs=store.fs, trust=store.trust).scan()
+        except FileNotFoundError:
+            continue  # another process has removed it
         whole = [c for c in inside if c.state not in _WITHOUT_DATA]
         checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
         found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
@@ -117,6 +122,18 @@ def throw_away(
     """
     store.check_not_all(checkpoints, store.scan())
     _check_folder(store, into.parent)
+    failures: list[Exception] = []
+    for _ in range(_MOST_TRIES):
+        failures, is_gone = _try_to_throw_away(store, checkpoints, into, needed)
+        if not is_gone:
+            break
+    return failures
+
+
+def _try_to_throw_away(
+    store: Store, checkpoints: Sequence[Checkpoint], into: Path, needed: Sequence[Checkpoint]
+) -> tuple[list[Exception], bool]:
+    """Return the errors, and whether another process removed the empty folder before a file was in it."""
     with (
         _new_batch(store, into),
         defer_signals(),
@@ -124,20 +141,35 @@ def throw_away(
     ):
         others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
         failures, moved = _move_all(store, list(others), store.directory, into)
+        is_missing = any(isinstance(one, FileNotFoundError) for one in failures)
+        is_gone = is_missing and not moved and store.fs.is_moved(into)
         rest = [name for first in moved for name in others[first]]
         more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
-        return [*held.failures, *failures, *more]
+        return [*held.failures, *failures, *more], is_gone
 
 
 @contextmanager
 def _new_batch(store: Store, into: Path) -> Iterator[None]:
-    """Create the folder of a batch if it is missing, and hold it."""
-    with store.fs.hold_directory(store.directory):
-        store.fs.make_directory(into.parent, mode=None)
-        with held_trash(store.fs, store.directory, name=into.parent.name):
-            store.fs.make_directory(into, mode=None)
-            with held_batch(store.fs, into):
-                yield
+    """Create the folder of a batch if it is missing, and hold it.
+
+    Another process may remove the trash, and the folder, as long as they are empty (see `tidy`).
+    """
+    fs = store.fs
+    with fs.hold_directory(store.directory), contextlib.ExitStack() as held:
+        tries_left = _MOST_TRIES
+        while True:
+            try:
+                fs.make_directory(into.parent, mode=None)
+                held.enter_context(held_trash(fs, store.directory, name=into.parent.name))
+                fs.make_directory(into, mode=None)
+                held.enter_context(held_batch(fs, into))
+                break
+            except FileNotFoundError:
+                held.close()
+                tries_left -= 1
+                if not tries_left:
+                    raise
+        yield
 
 
 def restore_from_trash(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -146,13 +178,14 @@ def restore_from_trash(store: Store, batch: Batch, checkpoints: Sequence[Checkpo
     A name is also taken while another process saves under it.
 
     Raises:
+        CheckpointNotFound: Another process has restored or removed the batch.
         StoreLocked: Another process removes old batches, or restores one; or a lease was lost.
             Nothing was moved.
         OSError: From the disk; calling it again continues.
     """
     with contextlib.ExitStack() as leases:
         leases.enter_context(store.lease(TRASH_NAME))
-        leases.enter_context(held_batch(store.fs, batch.path))
+        leases.enter_context(held_listed(store.fs, batch.path))
         busy = [c.name for c in checkpoints if not _is_held(store, c, leases)]
         taken = list(dict.fromkeys(busy + taken_names(store, checkpoints)))
         others = dict(files_of(c) for c in checkpoints if c.name not in taken)
@@ -165,6 +198,25 @@ def restore_from_trash(store: Store, batch: Batch, checkpoints: Sequence[Checkpo
             if failures:
                 raise failures[0]
         return taken
+
+
+@contextmanager
+def held_listed(fs: FileSystem, path: Path) -> Iterator[None]:
+    """Hold the folder of a batch, as `held_batch`, that was listed before.
+
+    Raises:
+        CheckpointNotFound: Another process has restored or removed the batch meanwhile.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(held_batch(fs, path))
+        except FileNotFoundError as error:
+            raise CheckpointNotFound(
+                "another process has restored or removed this batch of the trash",
+                path=path,
+                hint="run the undo again: it restores the last batch that is still there, if any",
+            ) from error
+        yield
 
 
 def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack) -> bool:
@@ -203,12 +255,16 @@ def finish(store: Store, series: str) -> None:
         if checkpoint.state not in _WITHOUT_DATA or series_of(store, checkpoint) != series:
             continue
         for batch in batches(store):
-            with held_batch(store.fs, batch.path), contextlib.ExitStack() as leases:
+            with (
+                contextlib.suppress(FileNotFoundError),  # another process has removed the batch
+                held_batch(store.fs, batch.path),
+                contextlib.ExitStack() as leases,
+            ):
                 if store.fs.status(batch.path / checkpoint.name) is None:
                     continue
                 if _is_held(store, checkpoint, leases):
                     _finish(store, checkpoint.name, batch.path)
-            break
+                break
 
 
 def _finish(store: Store, data_name: str, into: Path) -> None:

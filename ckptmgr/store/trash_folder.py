@@ -52,8 +52,11 @@ def batch_folders(
     status = fs.status(trash)
     if status is None or not status.is_directory:
         return []
-    with held_trash(fs, directory, name=name):
-        entries = sorted(fs.list(trash).items())
+    try:
+        with held_trash(fs, directory, name=name):
+            entries = sorted(fs.list(trash).items())
+    except FileNotFoundError:
+        return []  # another process has emptied and removed it
     dated = [(trash / entry, _time_of(entry)) for entry, one in entries if one.is_directory]
     return [(path, thrown_at) for path, thrown_at in dated if thrown_at is not None]
 

@@ -25,7 +25,13 @@ from ckptmgr.maintenance.foreign.listing import list_foreign
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash_folder import FOREIGN_TRASH_NAME, STAMP, TRASH_NAME, batch_folders
+from ckptmgr.store.trash_folder import (
+    FOREIGN_TRASH_NAME,
+    STAMP,
+    TRASH_NAME,
+    batch_folders,
+    held_batch,
+)
 
 _TICK = timedelta(microseconds=1)
 
@@ -53,8 +59,11 @@ def foreign_batches(store: Store) -> list[ForeignBatch]:
     """Return the batches of a directory, oldest first."""
     found = []
     for path, thrown_at in batch_folders(store.fs, store.directory, name=FOREIGN_TRASH_NAME):
-        with _held(store, path):
-            inside = list_foreign(store.fs, path)
+        try:
+            with held_batch(store.fs, path):
+                inside = list_foreign(store.fs, path)
+        except FileNotFoundError:
+            continue  # another process has removed it
         checkpoints = () if inside.is_itself else inside.checkpoints
         found.append(ForeignBatch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
     return found
@@ -94,7 +103,7 @@ def throw_away(store: Store, names: Sequence[str], into: Path) -> list[OSError]:
     store.fs.make_directory(into.parent, mode=None)
     with store.fs.hold_directory(into.parent):
         store.fs.make_directory(into, mode=None)
-    with defer_signals(), _held(store, into):
+    with defer_signals(), held_batch(store.fs, into):
         return _move(store.fs, names, store.directory, into)
 
 
@@ -102,16 +111,18 @@ def restore(store: Store, batch: ForeignBatch) -> tuple[list[ForeignCheckpoint],
     """Move a batch back, durably; return the restored checkpoints, and the names that are taken.
 
     Raises:
+        CheckpointNotFound: Another process has restored or removed the batch meanwhile.
         StoreLocked: Another process moves things.
         OSError: From the disk; calling it again continues.
     """
-    with locked(store), _held(store, batch.path), defer_signals():
-        taken = taken_names(store, batch)
-        chosen = [one for one in batch.checkpoints if one.checkpoint.name not in taken]
-        names = [one.checkpoint.name for one in chosen]
-        for failure in _move(store.fs, names, batch.path, store.directory):
-            raise failure
-    trash.tidy(store, batch.path)
+    with locked(store):
+        with trash.held_listed(store.fs, batch.path), defer_signals():
+            taken = taken_names(store, batch)
+            chosen = [one for one in batch.checkpoints if one.checkpoint.name not in taken]
+            names = [one.checkpoint.name for one in chosen]
+            for failure in _move(store.fs, names, batch.path, store.directory):
+                raise failure
+        trash.tidy(store, batch.path)
     return chosen, taken
 
 
@@ -142,21 +153,10 @@ def discard(store: Store, path: Path) -> None:
     Raises:
         OSError: From the disk; calling it again continues.
     """
-    with contextlib.suppress(FileNotFoundError), _held(store, path):
+    with contextlib.suppress(FileNotFoundError), held_batch(store.fs, path):
         _empty(store.fs, path)
         store.fs.sync_directory(path)
     trash.tidy(store, path)
-
-
-@contextmanager
-def _held(store: Store, batch: Path) -> Iterator[None]:
-    fs = store.fs
-    with (
-        fs.hold_directory(store.directory),
-        fs.hold_directory(batch.parent),
-        fs.hold_directory(batch),
-    ):
-        yield
 
 
 def _move(fs: FileSystem, names: Sequence[str], source: Path, target: Path) -> list[OSError]:
