@@ -29,6 +29,8 @@ MOST_GOTTEN_BYTES = 64 << 20
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000  # S3 allows 10,000
 _PARTS_IN_FLIGHT = 4  # times _PART_BYTES of memory
+_LONGEST_PAUSE_S = 60.0
+_MOST_DOUBLINGS = 64
 _memory_stores: dict[str, Any] = {}
 
 
@@ -102,6 +104,17 @@ class Objects(Protocol):
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; those that are gone are no error."""
         ...
+
+
+def retry_pause_s(failures: int, *, first_s: float) -> float:
+    """Return the pause after so many failures in a row, in seconds: it doubles up to a minute.
+
+    >>> [retry_pause_s(failures, first_s=1.0) for failures in (1, 2, 3, 9999)]
+    [1.0, 2.0, 4.0, 60.0]
+    """
+    # A store may be away for days, and 2 ** 1024 is too large for a float.
+    doublings = min(failures - 1, _MOST_DOUBLINGS)
+    return min(first_s * 2.0**doublings, _LONGEST_PAUSE_S)
 
 
 def checked_url(url: object) -> str:

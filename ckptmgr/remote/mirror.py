@@ -25,7 +25,7 @@ from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
-from ckptmgr.objects.requests import Objects, checked_url, open_objects
+from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.retention import plan, without_unranked
@@ -36,7 +36,6 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
-_LONGEST_PAUSE_S = 60.0
 _MOST_FAILURES_AT_CLOSE = 3
 
 
@@ -283,7 +282,7 @@ class MirrorUploads:
 
     def _retry_later(self, upload: _Upload | None, error: Exception) -> None:
         self._failures += 1
-        pause_s = min(self._mirror.retry_s * 2 ** (self._failures - 1), _LONGEST_PAUSE_S)
+        pause_s = retry_pause_s(self._failures, first_s=self._mirror.retry_s)
         if upload is not None and not upload.done.done():
             self._emit_failure(upload.checkpoint, error)
         if self._failures == 1:

@@ -26,13 +26,12 @@ from ckptmgr.maintenance.watch.directory import problem_of
 from ckptmgr.maintenance.watch.mirroring import Upload
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
-from ckptmgr.objects.requests import Objects, checked_url, open_objects
+from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.store import Store
 
 _RETRY_S = 1.0
-_LONGEST_PAUSE_S = 60.0
 _STOP_S = 5.0
 
 
@@ -232,7 +231,7 @@ class WatchMirror:
         with self._changed:
             if upload is None or upload.outcome == "failed":
                 place.failures += 1
-                pause_s = min(self._retry_s * 2 ** (place.failures - 1), _LONGEST_PAUSE_S)
+                pause_s = retry_pause_s(place.failures, first_s=self._retry_s)
                 place.retry_at = time.monotonic() + pause_s
             else:
                 place.failures, place.retry_at = 0, 0.0

@@ -18,7 +18,7 @@ from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.remote import mirror as mirrors
-from tests.support.counted_objects import CountedObjects
+from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, OTHER_KEY, flip
 
@@ -28,6 +28,7 @@ from ckptmgr.objects.requests import Objects, open_objects
 from tests.remote.buckets import listed, new_url, whole_names
 
 _WAIT_S = 30.0
+_ATTEMPTS_OF_A_DAY = 24 * 60
 
 
 def _state(step: int) -> dict[str, np.ndarray]:
@@ -203,6 +204,18 @@ def test_store_that_cannot_be_reached_does_not_stop_the_run_and_close_says_what_
     (end,) = [one for one in events if one.name == "mirror.unfinished"]
     assert sorted(end.notes) == ["not uploaded: ckpt-1.ckpt", "not uploaded: ckpt-2.ckpt"]
     assert "not uploaded when the run ended" in caplog.text
+
+
+def test_store_that_was_away_for_a_day_gets_the_upload_when_it_is_back(
+    tmp_path: Path, stores_of: Callable[[Objects], None]
+) -> None:
+    url = new_url()
+    stores_of(AwayObjects(open_objects(url), _ATTEMPTS_OF_A_DAY))
+    with CheckpointManager(tmp_path, mirror=Mirror(url, retry_s=0.0)) as manager:
+        handle = manager.save(1, _state(1))
+        assert handle is not None
+        assert handle.mirrored is not None
+        assert handle.mirrored.result(_WAIT_S) == f"{url}/ckpt-1.ckpt"
 
 
 def test_close_waits_no_longer_than_its_limit(

@@ -17,7 +17,7 @@ from ckptmgr.maintenance.watch.directory import WatchedDirectory
 from ckptmgr.maintenance.watch.mirroring import Upload
 from ckptmgr.policy.text import parse_policy
 from tests.cli.running import run
-from tests.support.counted_objects import CountedObjects
+from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.saved import save_run
 
 pytest.importorskip("obstore")
@@ -28,6 +28,7 @@ from ckptmgr.remote.watch_mirror import WatchMirror
 from tests.remote.buckets import listed, new_objects, new_url, whole_names
 
 _WAIT_S = 30.0
+_ATTEMPTS_OF_A_DAY = 24 * 60
 _LATER_S = 4e9  # long after the objects of this test were written
 
 
@@ -113,6 +114,15 @@ def test_listing_that_fails_is_tried_again_before_anything_is_uploaded(
     uploading.want(*saved_in(tmp_path, 1))
     failed = uploading.next()
     assert (failed.checkpoint, failed.problem) == (None, "s3://bucket: no route")
+    assert uploading.outcomes(2) == ["listed", "uploaded"]
+
+
+def test_store_that_was_away_for_a_day_gets_the_upload_when_it_is_back(
+    tmp_path: Path, start: Start
+) -> None:
+    uploading = start(AwayObjects(new_objects(), _ATTEMPTS_OF_A_DAY))
+    uploading.want(*saved_in(tmp_path, 1))
+    assert uploading.outcomes(_ATTEMPTS_OF_A_DAY) == ["failed"] * _ATTEMPTS_OF_A_DAY
     assert uploading.outcomes(2) == ["listed", "uploaded"]
 
 

@@ -80,3 +80,17 @@ class CountedObjects:
                     carry_out()
             raise self._error()
         return carry_out()
+
+
+class AwayObjects(CountedObjects):
+    """An object store that the first `count` requests do not reach."""
+
+    def __init__(self, objects: Objects, count: int) -> None:
+        super().__init__(objects)
+        self._count = count
+
+    def _request(self, kind: str, key: str, carry_out: Callable[[], _Done]) -> _Done:
+        if len(self.requests) < self._count:
+            self.requests.append(f"{kind} {key}")
+            raise ConnectionError("no route to the store")
+        return super()._request(kind, key, carry_out)
