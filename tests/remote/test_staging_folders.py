@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from ckptmgr.io.filesystem import OsFileSystem
 
 pytest.importorskip("obstore")
 
+from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.requests import open_objects
 from ckptmgr.objects.staging import staging_directory
 from tests.remote.buckets import listed, new_url
@@ -234,21 +236,28 @@ def test_run_that_begins_while_its_folder_is_swept_waits_for_that(
     assert list(machine.iterdir()) == []
 
 
-@pytest.mark.parametrize("is_swept", [True, False])
+@pytest.mark.parametrize(("sweep_s", "is_saved"), [(5.0, True), (99.0, False)])
 def test_file_that_is_saved_while_its_folder_is_swept_waits_for_that(
-    machine: Path, killed: Path, monkeypatch: pytest.MonkeyPatch, is_swept: bool
+    machine: Path, killed: Path, monkeypatch: pytest.MonkeyPatch, sweep_s: float, is_saved: bool
 ) -> None:
     url = new_url()
     folder = staging_directory(url, "net.ckpt")
     folder.mkdir()
     lease = (killed / ".ckpt.lease").read_text()
+    start, slept_s = time.monotonic(), [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept_s.append(seconds)
+        if sum(slept_s) > sweep_s:
+            sweep.close()
+
     with contextlib.ExitStack() as sweep:
         sweep.enter_context(OsFileSystem().lock(folder / ".net.ckpt.lease", owner=lease))
-        monkeypatch.setattr(time, "sleep", lambda _: sweep.close() if is_swept else None)
-        refusal = contextlib.nullcontext() if is_swept else pytest.raises(StoreLocked)
-        with refusal:
+        monkeypatch.setattr(time, "sleep", sleep)
+        monkeypatch.setattr(time, "monotonic", lambda: start + sum(slept_s))
+        with contextlib.nullcontext() if is_saved else pytest.raises(StoreLocked):
             save_state(_STATE, f"{url}/net.ckpt")
-    assert len(listed(open_objects(url))) == int(is_swept)
+    assert len(listed(open_objects(url))) == int(is_saved)
 
 
 def test_other_entries_beside_the_folders_stay(machine: Path, killed: Path) -> None:
@@ -304,3 +313,38 @@ def test_run_begins_while_another_one_removes_the_folder(machine: Path) -> None:
         assert [one.step for one in manager.checkpoints()] == [1]
     with pytest.raises(FileNotFoundError):
         CheckpointManager(new_url(), fs=_Removing(99)).save(1, _STATE)
+
+
+class _Replacing(_Removing):
+    """Removes the folder, and makes it again after the failure: a run that ends, and the next one."""
+
+    @contextlib.contextmanager
+    def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
+        with contextlib.ExitStack() as held:
+            try:
+                other = held.enter_context(super().lock(path, owner=owner))
+            except FileNotFoundError:
+                path.parent.mkdir()
+                raise
+            yield other
+
+
+def test_run_begins_while_another_one_removes_the_folder_and_begins_again(machine: Path) -> None:
+    with CheckpointManager(new_url(), fs=_Replacing(3)) as manager:
+        manager.save(1, _STATE)
+        assert [one.step for one in manager.checkpoints()] == [1]
+
+
+def test_save_to_a_bucket_that_is_not_there_is_tried_once(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempts: list[str] = []
+
+    def upload(directory: RemoteDirectory, *_: object) -> bool:
+        attempts.append(directory.objects.url)
+        raise FileNotFoundError(errno.ENOENT, "no such bucket", directory.objects.url)
+
+    monkeypatch.setattr(RemoteDirectory, "upload", upload)
+    with pytest.raises(FileNotFoundError, match="no such bucket"):
+        save_state(_STATE, f"{new_url()}/net.ckpt")
+    assert len(attempts) == 1
