@@ -15,6 +15,7 @@ from ckptmgr.cli.foreign import foreign_json, titles_of, why_none
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.foreign import trash
 from ckptmgr.maintenance.foreign.prune import (
@@ -137,7 +138,7 @@ def _show(view: PlanView, proposal: ForeignProposal) -> None:
         if batch in proposal.spared:
             fate = "stays, because outside the trash nothing whole of its tool is left"
         view.output.line(
-            f"trash {batch.path.name}: {stored}, {render.size(batch.size_bytes)}; {fate}"
+            f"trash {batch.path.name}: {stored}, {size_text(batch.size_bytes)}; {fate}"
         )
 
 
@@ -178,8 +179,8 @@ def undo_foreign(store: Store, output: render.Output, *, is_dry: bool) -> int:
         output.paths(paths)
     elif output.is_text:
         for one in restored:
-            output.line(f"{one.checkpoint.name}  {render.size(one.checkpoint.size_bytes)}")
-        total = render.size(sum(one.checkpoint.size_bytes for one in restored))
+            output.line(f"{one.checkpoint.name}  {size_text(one.checkpoint.size_bytes)}")
+        total = size_text(sum(one.checkpoint.size_bytes for one in restored))
         verb = "would be restored" if is_dry else "restored"
         output.line(f"{render.counted(len(restored), 'checkpoint')} {verb}, {total}")
     if output.has_fields:

@@ -14,6 +14,7 @@ from ckptmgr.cli.render import Cell, Output
 from ckptmgr.cli.run_lines import are_as_series, run_by_name, shown_run
 from ckptmgr.core.model import Checkpoint, Reason, State, Verdict
 from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.prune import LinePlan, Proposal, PruneResult
 from ckptmgr.policy.lines import RunLine
@@ -54,14 +55,14 @@ class PlanView:
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
-            stored = f"{render.counted(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
+            stored = f"{render.counted(len(batch.checkpoints), 'checkpoint')}, {size_text(batch.size_bytes)}"
             fate = "would be removed for good"
             if batch in proposal.spared:
                 fate = "stays, because outside the trash nothing whole of a run is left"
             self.output.line(f"trash {batch.path.name}: {stored}; {fate}")
         kept = proposal.kept
-        freed = render.size(sum(c.size_bytes for c in proposal.dropped))
-        stays = render.size(sum(c.size_bytes for c in kept))
+        freed = size_text(sum(c.size_bytes for c in proposal.dropped))
+        stays = size_text(sum(c.size_bytes for c in kept))
         verb = "stays" if len(kept) == 1 else "stay"
         self.output.line(f"would free {freed}; {len(kept)} {verb} ({stays})")
 
@@ -73,7 +74,7 @@ class PlanView:
             self.output.paths([c.path for c in outcome.removed])
         elif outcome is not None:
             removed = render.counted(len(outcome.removed), "checkpoint")
-            size = render.size(sum(c.size_bytes for c in outcome.removed))
+            size = size_text(sum(c.size_bytes for c in outcome.removed))
             where = (
                 ""
                 if outcome.batch is None
@@ -87,7 +88,7 @@ class PlanView:
     ) -> None:
         verdicts = one.plan.verdicts
         checkpoints = [verdict.checkpoint for verdict in verdicts]
-        total = render.size(sum(c.size_bytes for c in checkpoints))
+        total = size_text(sum(c.size_bytes for c in checkpoints))
         label = ", ".join(one.series)
         if not (one.counted.is_series or are_as_series(lines)):
             label += f"; {one.counted.lines[0]}"
@@ -145,7 +146,7 @@ class PlanView:
         self.output.table(header, rows, right=right)
         if self.verbose:
             for checkpoint in plan.dropped:
-                self.output.line(f"  {checkpoint.name}  {render.size(checkpoint.size_bytes)}")
+                self.output.line(f"  {checkpoint.name}  {size_text(checkpoint.size_bytes)}")
 
     def _summary(self, proposal: Proposal, outcome: PruneResult | None) -> dict[str, Json]:
         return {
@@ -207,7 +208,7 @@ def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[C
         render.state(word),
         Cell(render.step(checkpoint)),
         Cell(render.age(checkpoint.saved_at, proposal.now)),
-        Cell(render.size(checkpoint.size_bytes)),
+        Cell(size_text(checkpoint.size_bytes)),
         *(Cell(render.number(checkpoint.metrics.get(name))) for name in metrics),
         render.state(checkpoint.state.value),
         Cell(why),

@@ -32,7 +32,6 @@ from ckptmgr.maintenance.json_fields import finite as finite
 from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.json_fields import timestamp as timestamp
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 _LINES_AT_ONCE = 1000  # each call of `echo` flushes
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -306,15 +305,6 @@ def _field_text(value: Json) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(_field_text, value))
     return str(value)
-
-
-def size(size_bytes: int) -> str:
-    """Return e.g. `512 B`, `1.5 KiB`, `301 MiB`."""
-    value, unit = float(size_bytes), 0
-    while value >= 1023.95 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    digits = 0 if unit == 0 or value >= 99.95 else 1
-    return f"{value:.{digits}f} {_UNITS[unit]}"
 
 
 def age(time: datetime, now: datetime) -> str:

@@ -13,11 +13,11 @@ import click
 from ckptmgr.cli import render
 from ckptmgr.cli.exits import escape
 from ckptmgr.cli.render import Cell, Output
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
 from ckptmgr.maintenance.report.page import space_sentences, step_text, verified
 from ckptmgr.observe.events import Event
-from ckptmgr.observe.log import decimal_size
 
 _SHOWN = 10
 _COLUMNS = ("step", "series", "run", "saved_at", "size_bytes", "state", "fate", "why", "verified_at", "path")  # fmt: skip
@@ -129,7 +129,7 @@ def _cells(one: Entry, report: RunReport) -> list[str]:
     return [
         step_text(one.step),
         render.timestamp(one.saved_at),
-        decimal_size(one.size_bytes),
+        size_text(one.size_bytes),
         *(render.number(one.metrics.get(name)) for name in report.metrics),
         one.state,
         one.fate.value,

@@ -16,10 +16,10 @@ import click
 from ckptmgr.cli import render
 from ckptmgr.cli.exits import cut, escape
 from ckptmgr.cli.render import Cell, Output
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.watch.alarms import span
 from ckptmgr.maintenance.watch.model import Report, SeriesRow
-from ckptmgr.observe.log import decimal_size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -270,8 +270,8 @@ def _cells(row: SeriesRow, now: datetime, *, has_several: bool) -> list[Cell]:
         Cell("-" if newest is None else render.step(newest)),
         Cell("-" if newest is None else render.age(newest.saved_at, now)),
         Cell(_or_dash(row.every_s, span)),
-        Cell(_or_dash(row.bytes_per_s, lambda rate: f"{decimal_size(rate)}/s")),
-        Cell(_or_dash(row.free_bytes, decimal_size)),
+        Cell(_or_dash(row.bytes_per_s, lambda rate: rate_text(rate))),
+        Cell(_or_dash(row.free_bytes, size_text)),
         Cell(_or_dash(row.full_in_s, span)),
         _state(row),
     ]

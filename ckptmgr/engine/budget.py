@@ -102,10 +102,10 @@ def without_spilling(memory: MemoryConfig, *, has_staging: bool) -> MemoryConfig
                 "background save would fail; use 'host', or async_save=False"
             )
         if memory.usable_host_bytes is not None:
-            from ckptmgr.observe.log import decimal_size
+            from ckptmgr.core.sizes import size_text
 
             limit = (
-                f", so every background save of a state above {decimal_size(memory.usable_host_bytes)} will fail: raise "
+                f", so every background save of a state above {size_text(memory.usable_host_bytes)} will fail: raise "
                 "host_budget_bytes (offload_cpu_size), or save with async_save=False"
             )
     _LOG.warning(

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.sizes import size_text
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
 from ckptmgr.policy.lines import lines_of
@@ -57,9 +58,9 @@ def check_space(store: Store, found: Sequence[Checkpoint]) -> Finding:
     if free is None:
         return Finding(check="space", grade="skip", message="the file system does not say")
     figures = {"free_bytes": free, "largest_bytes": largest}
-    text = f"{_size(free)} free"
+    text = f"{size_text(free)} free"
     if largest:
-        text += f", the largest checkpoint has {_size(largest)}"
+        text += f", the largest checkpoint has {size_text(largest)}"
     if inodes is not None:
         figures["free_inodes"] = inodes
         if inodes < 16:
@@ -91,11 +92,11 @@ def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
         text = f"the trash cannot be read: {error.strerror}"
         return Finding(check="leftovers", grade="fail", message=text, figures=figures)
     figures["trash_bytes"] = sum(stored)
-    texts = [f"{len(left)} of interrupted saves, {_size(size)}" if left else "none"]
+    texts = [f"{len(left)} of interrupted saves, {size_text(size)}" if left else "none"]
     if writing:
         texts.append(f"{len(writing)} being written now")
     if stored:
-        texts.append(f"{_size(sum(stored))} in the trash")
+        texts.append(f"{size_text(sum(stored))} in the trash")
     if not left:
         return Finding(check="leftovers", grade="ok", message="; ".join(texts), figures=figures)
     hint = (
@@ -222,12 +223,3 @@ def _numbers(version: str) -> tuple[int, ...]:
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
-
-
-def _size(size_bytes: float) -> str:
-    """Return e.g. `512 B`, `1.5 KiB`, `301.0 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.{0 if unit == 'B' else 1}f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} GiB"

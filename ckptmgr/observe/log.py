@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 
+from ckptmgr.core.sizes import size_text
 from ckptmgr.observe.events import Event
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class LogObserver:
@@ -43,7 +42,7 @@ def sentence(event: Event) -> str:
         about.append(f"step {event.step}")
     facts = []
     if event.size_bytes:
-        facts.append(decimal_size(event.size_bytes))
+        facts.append(size_text(event.size_bytes))
     if event.seconds:
         facts.append(f"in {event.seconds:.2f} s")
     if event.figures.get("blocked_s"):
@@ -51,11 +50,3 @@ def sentence(event: Event) -> str:
     parts = [" ".join(facts), event.error_type and f"{event.error_type}: {event.error}"]
     details = [part for part in (*parts, *event.notes) if part]
     return " ".join(about) + (f": {'; '.join(details)}" if details else "")
-
-
-def decimal_size(size_bytes: float) -> str:
-    """Return e.g. `512 B`, `1.5 GB`, in powers of 1000."""
-    value, unit = float(size_bytes), 0
-    while value >= 999.5 and unit < len(_UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ckptmgr.observe.log import decimal_size
+from ckptmgr.core.sizes import size_text
 from ckptmgr.policy.rules import RetentionPolicy
 
 GOOD_SHARE = 0.03
@@ -102,14 +102,14 @@ class Forecast:
     def _lines(self) -> Iterator[str]:
         demand, pace = self.demand, self.pace
         keeps = "any number" if demand.keep is None else f"at most {demand.keep}"
-        yield f"a checkpoint takes {decimal_size(demand.save_bytes)}; {demand.policy} keeps {keeps}"
+        yield f"a checkpoint takes {size_text(demand.save_bytes)}; {demand.policy} keeps {keeps}"
         if demand.free_bytes is not None:
             needed = self.needed_bytes
-            needs = "" if needed is None else f"; {decimal_size(needed)} are needed"
+            needs = "" if needed is None else f"; {size_text(needed)} are needed"
             room = "any number" if self.room is None else self.room
-            yield f"the disk has {decimal_size(demand.free_bytes)} free, room for {room} more{needs}"
+            yield f"the disk has {size_text(demand.free_bytes)} free, room for {room} more{needs}"
         if demand.staged_states:
-            copies = decimal_size(demand.save_bytes * demand.staged_states)
+            copies = size_text(demand.save_bytes * demand.staged_states)
             yield f"saving in the background copies {copies} into memory"
         if pace is not None:
             yield (
@@ -124,10 +124,10 @@ class Forecast:
         demand, needed, room = self.demand, self.needed_bytes, self.room
         if demand.free_bytes is None or room is None:
             return
-        start, one = f"the disk has {decimal_size(demand.free_bytes)} free", demand.save_bytes
+        start, one = f"the disk has {size_text(demand.free_bytes)} free", demand.save_bytes
         if needed is None or demand.keep is None:
             if room < _FEW_CHECKPOINTS:
-                more = f"room for {room} more checkpoints of {decimal_size(one)}"
+                more = f"room for {room} more checkpoints of {size_text(one)}"
                 text = f"{start}, {more}, but {demand.policy} keeps any number"
                 yield Concern("disk", text, "bound it, e.g. with last(5), or free space")
         elif needed > demand.free_bytes:
@@ -136,8 +136,8 @@ class Forecast:
             yield Concern(
                 "disk",
                 f"{start}, but {demand.policy} and the save in progress need"
-                f" {decimal_size(needed)}: {demand.keep + 1} checkpoints of {decimal_size(one)}",
-                f"free {decimal_size(needed - demand.free_bytes)}{way_out}",
+                f" {size_text(needed)}: {demand.keep + 1} checkpoints of {size_text(one)}",
+                f"free {size_text(needed - demand.free_bytes)}{way_out}",
             )
 
     def _memory(self) -> Iterator[Concern]:
@@ -153,8 +153,8 @@ class Forecast:
             hint = f"raise memory=MemoryConfig(host_budget_bytes=...){spill} or {hint}"
         yield Concern(
             "memory",
-            f"saving in the background takes {decimal_size(needed)} of memory{states},"
-            f" but {limit} {decimal_size(demand.memory_bytes)}",
+            f"saving in the background takes {size_text(needed)} of memory{states},"
+            f" but {limit} {size_text(demand.memory_bytes)}",
             hint,
         )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.sizes import size_text
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.store import Store
 
@@ -60,7 +61,7 @@ class NotebookView:
 
     def table(self, found: list[Checkpoint]) -> str:
         """Return the HTML of checkpoints, the newest first, under the policy that explains them."""
-        from ckptmgr.maintenance.report.charts import decimal, shown
+        from ckptmgr.maintenance.report.charts import shown
         from ckptmgr.maintenance.report.page import cells, number, utc
 
         if not found:
@@ -78,7 +79,7 @@ class NotebookView:
                 (
                     str(one.step),
                     utc(one.saved_at),
-                    decimal(one.size_bytes),
+                    size_text(one.size_bytes),
                     *(number(one.metrics.get(name)) for name in metrics),
                     one.state.value,
                     "-" if entry is None else entry.fate.value,

@@ -13,8 +13,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ckptmgr.cli import _COMMANDS, render
 from ckptmgr.cli.options import keys_of_command
@@ -24,27 +22,6 @@ from tests.support.saved import save_run
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1.0 KiB"),
-        (int(1023.99 * 1024), "1.0 MiB"),
-        (301 << 20, "301 MiB"),
-        (11 * 2**30 + 800 * 2**20, "11.8 GiB"),
-        (2**70, "1024 EiB"),
-    ],
-)
-def test_sizes_are_short(size_bytes: int, text: str) -> None:
-    assert render.size(size_bytes) == text
-
-
-@given(st.integers(0, 2**64))
-def test_size_never_exceeds_nine_characters(size_bytes: int) -> None:
-    assert len(render.size(size_bytes)) <= 9
 
 
 @pytest.mark.parametrize(

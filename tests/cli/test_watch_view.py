@@ -127,8 +127,8 @@ def test_table_shows_last_save_rate_disk_and_time_to_full() -> None:
         holder=Holder("live", "process 7"),
     )
     assert shown(full) == [
-        "SERIES  STEP       SAVED  EVERY       WRITE    FREE  FULL IN  STATE",
-        "net        7  30 min ago   90 s  500.0 MB/s  1.0 TB      2 h   live",
+        "SERIES  STEP       SAVED  EVERY       WRITE     FREE  FULL IN  STATE",
+        "net        7  30 min ago   90 s  500.0 MB/s  931 GiB      2 h   live",
     ]
 
 

@@ -333,7 +333,7 @@ def test_budget_that_a_key_makes_final_is_named_at_construction(
     config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
     CheckpointManager(tmp_path / "runs", config)
     (message,) = caplog.messages
-    assert "every background save of a state above 1.1 GB will fail" in message
+    assert "every background save of a state above 1.0 GiB will fail" in message
     assert "raise host_budget_bytes (offload_cpu_size), or save with async_save=False" in message
 
 

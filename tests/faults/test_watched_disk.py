@@ -44,7 +44,7 @@ def test_disk_without_room_for_the_next_save_is_an_alarm_until_there_is_room(
             assert trainer.save(step, numbers=NUMBERS) == "done"
         alarm = watch.until("alarm")
         assert alarm["alarm"] == "disk"
-        assert alarm["message"].startswith("the next save of net does not fit the disk: 1.8 MB")
+        assert alarm["message"].startswith("the next save of net does not fit the disk: 1.8 MiB")
         assert trainer.save(3, numbers=NUMBERS) == "StoreFull"
         for name in ("net-1.safetensors", "net-1.safetensors.manifest.json"):
             (runs / name).unlink()

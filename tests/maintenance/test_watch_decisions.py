@@ -354,7 +354,7 @@ def test_next_save_that_does_not_fit_is_an_alarm_while_a_run_is_there() -> None:
     needed = 100 + SPACE_MARGIN_BYTES
     watch = watch_of(saved(1), holders=LIVE, free_bytes=needed - 1)
     assert list(watch.standing.values()) == [
-        "the next save of net does not fit the disk: 1.0 MB are needed, 1.0 MB are free"
+        "the next save of net does not fit the disk: 1.0 MiB are needed, 1.0 MiB are free"
     ]
     assert watch_of(saved(1), free_bytes=needed - 1).standing == {}
     assert watch_of(saved(1), holders=LIVE, free_bytes=needed).standing == {}

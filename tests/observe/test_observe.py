@@ -32,7 +32,7 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.prune import carry_out, propose
 from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.observe import observers as observe
-from ckptmgr.observe.log import LogObserver, decimal_size, sentence
+from ckptmgr.observe.log import LogObserver, sentence
 from ckptmgr.observe.observers import Event, Observers
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
@@ -454,12 +454,5 @@ def test_sentence_names_what_it_cost() -> None:
         notes=("fine",),
     )
     assert sentence(event) == (
-        "save.durable net step 7: 1.5 GB in 1.25 s (training held up for 0.50 s); fine"
+        "save.durable net step 7: 1.4 GiB in 1.25 s (training held up for 0.50 s); fine"
     )
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (10**18, "1000.0 PB")]
-)
-def test_decimal_size(size_bytes: int, text: str) -> None:
-    assert decimal_size(size_bytes) == text

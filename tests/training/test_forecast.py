@@ -26,7 +26,7 @@ from ckptmgr.policy.text import parse_policy
 from ckptmgr.training.forecast import Forecaster, available_memory_bytes, demand_of
 from tests.support.surface import Loop
 
-GB = 10**9
+GB = 2**30
 DEMAND = Demand(save_bytes=2 * GB, keep=5, policy="last(5)", free_bytes=100 * GB)
 PACE = Pace(saves=10, interval_s=100.0, blocked_s=1.0, durable_s=5.0)
 
@@ -72,8 +72,8 @@ def test_all_is_well_where_everything_fits() -> None:
     forecast = Forecast(demand=DEMAND, pace=PACE)
     assert (forecast.needed_bytes, forecast.room, forecast.concerns) == (12 * GB, 50, ())
     assert str(forecast).splitlines() == [
-        "a checkpoint takes 2.0 GB; last(5) keeps at most 5",
-        "the disk has 100.0 GB free, room for 50 more; 12.0 GB are needed",
+        "a checkpoint takes 2.0 GiB; last(5) keeps at most 5",
+        "the disk has 100 GiB free, room for 50 more; 12.0 GiB are needed",
         "saving holds up the training for 1.0% of the time: 1 s every 100 s;"
         " a checkpoint is durable after 5 s",
     ]
@@ -93,14 +93,14 @@ def test_disk_is_enough_exactly_from_what_is_needed_on(
 
 def test_disk_too_small_names_what_would_fit() -> None:
     (concern,) = Forecast(demand=replace(DEMAND, free_bytes=9 * GB)).concerns
-    assert "9.0 GB free" in concern.text
-    assert "12.0 GB: 6 checkpoints of 2.0 GB" in concern.text
-    assert concern.hint == "free 3.0 GB, or keep at most 3"
+    assert "9.0 GiB free" in concern.text
+    assert "12.0 GiB: 6 checkpoints of 2.0 GiB" in concern.text
+    assert concern.hint == "free 3.0 GiB, or keep at most 3"
 
 
 def test_disk_too_small_for_two_has_no_smaller_policy_to_offer() -> None:
     (concern,) = Forecast(demand=replace(DEMAND, free_bytes=3 * GB)).concerns
-    assert concern.hint == "free 9.0 GB"
+    assert concern.hint == "free 9.0 GiB"
 
 
 @pytest.mark.parametrize(("free_bytes", "found"), [(20 * GB, []), (20 * GB - 1, ["disk"])])
@@ -122,8 +122,13 @@ def test_empty_state_and_unknown_disk_are_no_concern() -> None:
 @pytest.mark.parametrize(
     ("states", "has_budget", "text", "hint"),
     [
-        (1, True, "takes 2.0 GB of memory, but the memory budget is 1.0 GB", "host_budget_bytes"),
-        (2, False, "takes 4.0 GB of memory for 2 states, but the system has 1.0 GB", "async_save"),
+        (1, True, "takes 2.0 GiB of memory, but the memory budget is 1.0 GiB", "host_budget_bytes"),
+        (
+            2,
+            False,
+            "takes 4.0 GiB of memory for 2 states, but the system has 1.0 GiB",
+            "async_save",
+        ),
     ],
 )
 def test_memory_that_does_not_hold_the_copies(
@@ -243,7 +248,7 @@ def test_run_hears_of_a_small_disk_once_before_the_first_save(
         manager.step_end(3, state)
     assert heard_of(heard) == ["disk"]
     assert len([r for r in caplog.records if r.name == "ckptmgr.training.forecast"]) == 1
-    assert "need 6.3 MB: 6 checkpoints of 1.0 MB\nhint: free" in caplog.text
+    assert "need 6.0 MiB: 6 checkpoints of 1.0 MiB\nhint: free" in caplog.text
 
 
 def test_state_behind_a_function_is_asked_for_only_when_it_is_saved(tmp_path: Path) -> None:

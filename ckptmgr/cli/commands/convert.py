@@ -14,6 +14,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, code_of, report
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _print(output: Output, answer: RecompressResult) -> None:
         return
     speed = answer.raw_bytes / answer.elapsed_s / 1e9
     output.line(
-        f"{answer.outcome.value:<10}  {answer.target.name}  {render.size(before)} {arrow} {render.size(after)} "
+        f"{answer.outcome.value:<10}  {answer.target.name}  {size_text(before)} {arrow} {size_text(after)} "
         f"({after / before:.1%}), {answer.elapsed_s:.1f} s, {speed:.2f} GB/s"
     )
 
@@ -153,8 +154,8 @@ def _together(done: Sequence[RecompressResult]) -> Mapping[str, FrameFigures]:
 def _row(name: str, figures: FrameFigures) -> list[Cell]:
     texts = (
         name,
-        render.size(figures.raw_bytes),
-        render.size(figures.stored_bytes),
+        size_text(figures.raw_bytes),
+        size_text(figures.stored_bytes),
         f"{figures.ratio:.1%}",
         f"{figures.gigabytes_per_s:.2f}",
     )

@@ -15,6 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, report
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.core.sizes import size_text
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 
@@ -107,7 +108,7 @@ def _copied(
         return None
     if output.is_text:
         arrow = "→" if output.has_unicode else "->"
-        what = f"{checkpoint.path} {arrow} {done.target}  {render.size(checkpoint.size_bytes)}"
+        what = f"{checkpoint.path} {arrow} {done.target}  {size_text(checkpoint.size_bytes)}"
         output.line(what if done.is_new else f"{what}, was there already")
     return done
 

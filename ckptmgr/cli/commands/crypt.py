@@ -16,6 +16,7 @@ from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Command
 from ckptmgr.core.errors import CheckpointFileNotFound, KeyProblem, UnsafeWrite
 from ckptmgr.core.names import CONTAINER_SUFFIX
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _convert(
         output.paths([done.target.path])
     elif output.is_text:
         arrow = "→" if output.has_unicode else "->"
-        sizes = f"{render.size(done.source_bytes)} {arrow} {render.size(done.target.size_bytes)}"
+        sizes = f"{size_text(done.source_bytes)} {arrow} {size_text(done.target.size_bytes)}"
         output.line(f"{done.source} {arrow} {target}  {sizes}, {elapsed_s:.1f} s")
     if output.has_fields:
         summary: dict[str, Json] = {

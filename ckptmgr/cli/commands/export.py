@@ -14,6 +14,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.render import Output
 from ckptmgr.core.names import FORMATS, stem_of
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_
         target = done.files[0] if done.is_one_file else done.directory
         output.line(
             f"{selected.checkpoint.path} {arrow} {target}  {render.counted(done.tensor_count, 'tensor')}{ties}, "
-            f"{render.counted(len(done.files), 'file')}, {render.size(sum(sizes))}, {elapsed_s:.1f} s"
+            f"{render.counted(len(done.files), 'file')}, {size_text(sum(sizes))}, {elapsed_s:.1f} s"
         )
     if output.has_fields:
         summary: dict[str, Json] = {

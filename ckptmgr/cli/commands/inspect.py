@@ -15,6 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.names import OPAQUE
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _print_plain(output: Output, plain: PlaintextSummary, *, has_stats: bool) ->
     for name, text in plain.texts.items():
         output.line(f"{name} = {_cut(text)!r}")
     total = sum(tensor.spec.size_bytes for tensor in plain.tensors)
-    output.line(f"{render.counted(len(plain.tensors), 'tensor')}, {render.size(total)}")
+    output.line(f"{render.counted(len(plain.tensors), 'tensor')}, {size_text(total)}")
 
 
 def _row(tensor: StoredTensor) -> list[Cell]:
@@ -172,7 +173,7 @@ def _row(tensor: StoredTensor) -> list[Cell]:
         spec.name + _whose(tensor.ranks),
         spec.dtype.name,
         "x".join(map(str, spec.stated_shape)) or "scalar",
-        render.size(spec.size_bytes),
+        size_text(spec.size_bytes),
     ]
     if stats is not None:
         figures = (stats.minimum, stats.maximum, stats.mean)
@@ -249,7 +250,7 @@ def _costs(stats: Mapping[str, float], size_bytes: int) -> Iterator[str]:
         yield f"queued for {stats.get('queue_s', 0.0):.3g} s"
     memory_bytes = stats.get("buffer_bytes", 0.0) + stats.get("staging_bytes", 0.0)
     if memory_bytes:
-        yield f"{render.size(int(memory_bytes))} of memory"
+        yield f"{size_text(int(memory_bytes))} of memory"
 
 
 def _crc(plain: PlaintextSummary | None) -> str:

@@ -22,6 +22,7 @@ from ckptmgr.cli.run_lines import (
 )
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.sizes import size_text
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import meant_line
@@ -166,7 +167,7 @@ def _print(
         if latest is not None:
             output.line(latest)
     everything = [one.checkpoint for one in shown]
-    total = render.size(sum(c.size_bytes for c in everything))
+    total = size_text(sum(c.size_bytes for c in everything))
     states = Counter(one.state for one in shown)
     words = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
     runs = f" in {counted_directories(shown)}" if is_recursive else ""
@@ -177,7 +178,7 @@ def _row(checkpoint: Checkpoint, *, saved: str) -> list[Cell]:
     return [
         Cell(render.step(checkpoint)),
         Cell(saved),
-        Cell(render.size(checkpoint.size_bytes)),
+        Cell(size_text(checkpoint.size_bytes)),
         Cell(_metrics(checkpoint)),
         Cell(checkpoint.format),
         Cell(checkpoint.cipher or "-"),

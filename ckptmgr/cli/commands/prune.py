@@ -17,6 +17,7 @@ from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.sizes import size_text
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.gc_pause import gc_paused
@@ -248,10 +249,10 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
         output.paths([c.path for c in undone.restored])
     elif output.is_text:
         for checkpoint in undone.restored:
-            output.line(f"{checkpoint.name}  {render.size(checkpoint.size_bytes)}")
+            output.line(f"{checkpoint.name}  {size_text(checkpoint.size_bytes)}")
         total = sum(c.size_bytes for c in undone.restored)
         restored = render.counted(len(undone.restored), "checkpoint")
-        output.line(f"{restored} {verb}, {render.size(total)}")
+        output.line(f"{restored} {verb}, {size_text(total)}")
     if output.has_fields:
         summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
         replace(output, command="prune.undo").result(

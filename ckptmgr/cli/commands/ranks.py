@@ -13,6 +13,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.foreign import tool_named
 from ckptmgr.cli.options import Command
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -218,9 +219,9 @@ def _report(
         output.paths(list(files))
     elif output.is_text:
         for file, size in zip(files, sizes, strict=True):
-            output.line(f"{file}  {render.size(size)}")
+            output.line(f"{file}  {size_text(size)}")
         step = "" if files.step is None else f"step {files.step}, "
-        written = f"{render.counted(len(files), 'file')}, {render.size(sum(sizes))}"
+        written = f"{render.counted(len(files), 'file')}, {size_text(sum(sizes))}"
         output.line(f"{step}{written}, {elapsed_s:.1f} s")
     if output.has_fields:
         items: list[dict[str, Json]] = [

@@ -16,6 +16,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, UnsafeWrite
+from ckptmgr.core.sizes import size_text
 
 if TYPE_CHECKING:
     from ckptmgr.maintenance.prune_plan import PolicyOf
@@ -188,7 +189,7 @@ def _write_page(output: render.Output, report: RunReport, target: str, *, force:
         output.paths([path])
         return
     here = sum(one.fate not in (Fate.TRASH, Fate.GONE) for one in report.entries)
-    output.line(f"{path}  {render.counted(here, 'checkpoint')}, {render.size(len(text))}")
+    output.line(f"{path}  {render.counted(here, 'checkpoint')}, {size_text(len(text))}")
     if output.is_verbose:
         report_view.print_json(output, report)
 

@@ -16,6 +16,7 @@ from ckptmgr.cli.filters import chosen_by, filter_option
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _print_plan(output: Output, selected: Sequence[Selected], session: Session) 
         [
             Cell(render.step(one)),
             Cell(render.age(one.saved_at, now)),
-            Cell(render.size(one.size_bytes)),
+            Cell(size_text(one.size_bytes)),
             render.state(one.state.value),
             Cell(one.name),
         ]
@@ -165,7 +166,7 @@ def _print_end(
         output.paths([one.path for one in shown])
     elif output.is_text:
         verb = "would go" if removed is None else "removed"
-        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {render.size(size)}")
+        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {size_text(size)}")
     if output.has_fields:
         summary: dict[str, Json] = {
             "count": len(chosen),

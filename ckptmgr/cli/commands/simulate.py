@@ -16,6 +16,7 @@ from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.sizes import parse_size
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _show(
     if output.is_text:
         output.line(
             f"at most {render.counted(peak_count, 'checkpoint')} at once after a save, "
-            f"and {render.size(peak_bytes)} during one, in {render.counted(len(found), 'save')}"
+            f"and {size_text(peak_bytes)} during one, in {render.counted(len(found), 'save')}"
         )
     return Exit.DONE
 

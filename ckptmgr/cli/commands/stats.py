@@ -19,6 +19,7 @@ from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.cli.run_lines import shown_run
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _print(output: Output, runs: Sequence[_Run], trash_bytes: int, now: datetime
         texts = (
             name,
             str(len(run.checkpoints)),
-            render.size(run.size_bytes),
+            size_text(run.size_bytes),
             f"{run.size_bytes / total:.0%}" if total else "-",
             "-" if run.step is None else str(run.step),
             render.age(run.newest.saved_at, now),
@@ -193,12 +194,12 @@ def _print(output: Output, runs: Sequence[_Run], trash_bytes: int, now: datetime
         rows.append([Cell(text) for text in texts])
     if rows:
         output.table(_HEADER, rows, right="COUNT SIZE SHARE STEP SAVED")
-    kinds = [f"{kind} {render.size(size)}" for kind, size in _by_kind(everything).most_common()]
+    kinds = [f"{kind} {size_text(size)}" for kind, size in _by_kind(everything).most_common()]
     if trash_bytes:
-        kinds.append(f"trash {render.size(trash_bytes)}")
-    ages = [f"{label} {render.size(size)}" for label, size in _by_age(everything, now).items() if size]  # fmt: skip
+        kinds.append(f"trash {size_text(trash_bytes)}")
+    ages = [f"{label} {size_text(size)}" for label, size in _by_age(everything, now).items() if size]  # fmt: skip
     for title, texts_of in (("kind", kinds), ("age", ages)):
         if texts_of:
             output.line(Cell(title.ljust(4), "bold"), f"  {', '.join(texts_of)}")
     counted = render.counted(len(everything), "checkpoint")
-    output.line(f"{render.counted(len(runs), 'run')}, {counted}, {render.size(total)}")
+    output.line(f"{render.counted(len(runs), 'run')}, {counted}, {size_text(total)}")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.maintenance.report.model import Entry, Fate
 from ckptmgr.observe.events import Event
 
@@ -19,7 +20,6 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 14, 26
 _APART = 18
 _MOST_MARKS = 1500  # more cannot be distinguished, and make the page slow
 _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, Fate.GONE: 3.0}
-_DECIMAL = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def shown(text: str) -> str:
@@ -71,7 +71,7 @@ def save_chart(saves: Sequence[Event], most_bars: int = 200) -> str:
         at = _LEFT + number * width
         rate = one.size_bytes / one.seconds if one.seconds else 0.0
         title = (
-            f"step {one.step}: durable after {one.seconds:.3g} s, {decimal(rate)}/s,"
+            f"step {one.step}: durable after {one.seconds:.3g} s, {rate_text(rate)},"
             f" training held up for {_blocked(one):.3g} s"
         )
         parts.append(f"<g><title>{shown(title)}</title>")
@@ -103,20 +103,12 @@ def space_chart(used: Sequence[tuple[datetime, int]]) -> str:
     first, last = (used[place][0].strftime("%Y-%m-%d %H:%MZ") for place in (0, -1))
     parts = [
         f'<polyline class="curve" points="{" ".join(points)}"/>',
-        _label(_LEFT - 6, y(highest) + 4, decimal(highest), "end"),
+        _label(_LEFT - 6, y(highest) + 4, size_text(highest), "end"),
         _label(_LEFT - 6, y(0), "0", "end"),
         _label(_LEFT, HEIGHT - 6, first, "start"),
         _label(WIDTH - _RIGHT, HEIGHT - 6, last, "end"),
     ]
     return _svg("bytes of the directory by time", parts)
-
-
-def decimal(value: float) -> str:
-    """Return e.g. `1.5 GB`, in powers of 1000."""
-    unit = 0
-    while value >= 999.5 and unit < len(_DECIMAL) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_DECIMAL[unit]}"
 
 
 def _svg(title: str, parts: Sequence[str]) -> str:

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.maintenance.report.charts import (
-    decimal,
     metric_chart,
     save_chart,
     shown,
@@ -92,7 +92,7 @@ def _head(report: RunReport) -> Iterable[str]:
     keeps = "no retention policy" if report.policy is None else f"policy {report.policy}"
     yield f"<p>{shown(keeps)}</p>"
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
-    facts = {"checkpoints": f"{len(here):,}", "on disk": decimal(report.space.kept_bytes)}
+    facts = {"checkpoints": f"{len(here):,}", "on disk": size_text(report.space.kept_bytes)}
     if here:
         newest = here[-1]
         facts["newest"] = newest.path.name if newest.step is None else f"step {newest.step:,}"
@@ -136,7 +136,7 @@ def _saves(report: RunReport) -> Iterable[str]:
     held_s = sum(one.figures.get("blocked_s", 0.0) for one in report.saves)
     saved_bytes = sum(one.size_bytes for one in report.saves)
     seconds = sum(one.seconds for one in report.saves)
-    rate = f", {decimal(saved_bytes / seconds)}/s" if seconds else ""
+    rate = f", {rate_text(saved_bytes / seconds)}" if seconds else ""
     caption = (
         "seconds until durable (light), training held up (dark);"
         f" {held_s:.3g} s held up in {len(report.saves)} saves{rate}"
@@ -186,7 +186,7 @@ def _table(report: RunReport) -> Iterable[str]:
         (
             step_text(one.step),
             utc(one.saved_at),
-            decimal(one.size_bytes),
+            size_text(one.size_bytes),
             *(number(one.metrics.get(name)) for name in report.metrics),
             one.state,
             one.fate.value,
@@ -203,21 +203,21 @@ def _table(report: RunReport) -> Iterable[str]:
 
 def space_sentences(space: Space) -> list[str]:
     """Return the used space, the free space, and when the disk will be full."""
-    used = f"{decimal(space.kept_bytes)} in checkpoints"
+    used = f"{size_text(space.kept_bytes)} in checkpoints"
     if space.trash_bytes:
-        used += f", {decimal(space.trash_bytes)} in the trash"
-    free = "unknown" if space.free_bytes is None else decimal(space.free_bytes)
+        used += f", {size_text(space.trash_bytes)} in the trash"
+    free = "unknown" if space.free_bytes is None else size_text(space.free_bytes)
     sentences = [f"{used}; {free} free"]
     if space.most_bytes is not None and space.save_bytes is not None:
         sentences.append(
-            f"the policy keeps {decimal(space.most_bytes)} at most, if all are as large as the newest"
+            f"the policy keeps {size_text(space.most_bytes)} at most, if all are as large as the newest"
         )
     elif space.full_in_s is not None and space.save_bytes and space.interval_s is not None:
         full_in_s = space.full_in_s
         # A pace of today says nothing of a far year.
         when = span(full_in_s) if full_in_s < _FORECAST_S else f"more than {span(_FORECAST_S)}"
         sentences.append(
-            f"at one save of {decimal(space.save_bytes)} every {span(space.interval_s)} the disk is full in"
+            f"at one save of {size_text(space.save_bytes)} every {span(space.interval_s)} the disk is full in"
             f" {when}, if nothing is removed"
         )
     return sentences

@@ -10,10 +10,10 @@ from typing import NamedTuple
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import parse_name, parse_step_name, stem_of
 from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Listing
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm
-from ckptmgr.observe.log import decimal_size
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 
 Alarms = Iterator[tuple[AlarmKey, str]]
@@ -96,7 +96,7 @@ def slowdowns(limits: Limits, rhythms: Mapping[str, Rhythm]) -> Alarms:
     for series, rhythm in rhythms.items():
         usual = rhythm.usual_rate_if_slow(limits.slow_factor)
         if usual is not None and rhythm.bytes_per_s is not None:
-            rates = f"{decimal_size(rhythm.bytes_per_s)}/s, usually {decimal_size(usual)}/s"
+            rates = f"{rate_text(rhythm.bytes_per_s)}, usually {rate_text(usual)}"
             yield AlarmKey("slow", series), f"the last save of {series} wrote {rates}"
 
 
@@ -111,9 +111,9 @@ def shortages(
     saves = [(series, rhythms[series].last) for series in held if series in rhythms]
     needs = [(save.size_bytes + SPACE_MARGIN_BYTES, series) for series, save in saves if save]
     need_bytes, series = max(needs, default=(0, ""))
-    free, full_in_s = decimal_size(free_bytes), trend.full_in_s
+    free, full_in_s = size_text(free_bytes), trend.full_in_s
     if need_bytes > free_bytes:
-        sizes = f"{decimal_size(need_bytes)} are needed, {free} are free"
+        sizes = f"{size_text(need_bytes)} are needed, {free} are free"
         yield AlarmKey("disk", ""), f"the next save of {series} does not fit the disk: {sizes}"
     elif full_in_s is not None and full_in_s < limits.full_within_s:
         text = f"the disk will be full in {span(full_in_s)} at this rate: {free} are free"

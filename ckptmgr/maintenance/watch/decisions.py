@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
+from ckptmgr.core.sizes import size_text
 from ckptmgr.maintenance.verdict import Status, Verification
 from ckptmgr.maintenance.watch.alarms import (
     Alarms,
@@ -34,7 +35,6 @@ from ckptmgr.maintenance.watch.model import (
     SeriesRow,
 )
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm, Save
-from ckptmgr.observe.log import decimal_size
 
 
 class DirectoryWatch:
@@ -124,7 +124,7 @@ class DirectoryWatch:
             return [self._report("watching", at, self._summary()), *self.ticked(at)]
         gone = [one.checkpoint for name, one in before.items() if name not in self._finished]
         reports = [
-            self._report("saved", at, f"{one.name} {decimal_size(one.size_bytes)}", about=one)
+            self._report("saved", at, f"{one.name} {size_text(one.size_bytes)}", about=one)
             for one in sorted(appeared, key=_age)
         ]
         reports += [self._report("removed", at, one.name, about=one) for one in gone]
