@@ -20,6 +20,7 @@ from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.cli.options import Command
 from ckptmgr.cli.sizes import parse_size
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.maintenance.json_fields import has_known_step
 
 _One = TypeVar("_One")
 _TERM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_./ -]*?)\s*(<=|>=|!=|=|<|>)\s*(.*?)\s*", re.DOTALL)
@@ -32,7 +33,7 @@ _COMPARE: dict[str, Callable[[float, float], bool]] = {
     "!=": operator.ne,
 }
 _NUMBERS: dict[str, Callable[[Checkpoint], float | None]] = {
-    "step": lambda one: one.step,
+    "step": lambda one: one.step if has_known_step(one) else None,
     "epoch": lambda one: one.epoch,
     "size": lambda one: one.size_bytes,
 }

@@ -51,7 +51,6 @@ def foreign_json(one: ForeignCheckpoint) -> dict[str, Json]:
     """Return the JSON fields of a checkpoint of another tool: those of ours, and two more."""
     return {
         **render.checkpoint_json(one.checkpoint),
-        "step": one.checkpoint.step if one.has_step else None,
         "tool": one.checkpoint.format,
         "named_by": list(one.named_by),
     }
@@ -185,7 +184,7 @@ def remarks(one: ForeignCheckpoint) -> list[str]:
     lines = []
     if checkpoint.state is State.INCOMPLETE:
         lines.append(f"{checkpoint.name}: {checkpoint.problem}")
-    if not one.has_step:
+    if not checkpoint.has_step:
         named = f"{' and '.join(one.named_by)}; " if one.named_by != (checkpoint.name,) else ""
         named = named if one.named_by else ""
         lines.append(f"{checkpoint.name}: {named}no step in its name, so prune never touches it")

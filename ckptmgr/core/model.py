@@ -136,6 +136,7 @@ class Checkpoint:
         parent_run_ids: The runs that its run was resumed from, newest first.
         starts_anew: Whether its run asked to begin beside the checkpoints that were there, or
             asked to resume and found none.
+        has_step: Whether the step is known; a checkpoint of another tool may not name it.
     """
 
     path: Path
@@ -163,6 +164,7 @@ class Checkpoint:
     parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
     starts_anew: bool = field(default=False, compare=False, repr=False)
     tags: tuple[str, ...] = ()
+    has_step: bool = field(default=True, compare=False, repr=False)
 
     def __repr__(self) -> str:
         """Return the fields that identify it; `dataclasses.asdict` has everything."""

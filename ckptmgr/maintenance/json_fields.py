@@ -31,6 +31,8 @@ def timestamp(time: datetime) -> str:
 
 def has_known_step(checkpoint: Checkpoint) -> bool:
     """Return whether the step of a checkpoint is more than a default."""
+    if not checkpoint.has_step:
+        return False
     is_known = checkpoint.run_id is not None or checkpoint.is_countable or checkpoint.is_bare
     return is_known or checkpoint.state is State.INCOMPLETE  # of another tool
 
@@ -63,10 +65,8 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
 
 def verification_json(answer: Verification) -> dict[str, Json]:
     """Return the JSON fields of one result of `verify`."""
-    known = checkpoint_json(answer.checkpoint)
     return {
-        **known,
-        "step": known["step"] if answer.has_step else None,
+        **checkpoint_json(answer.checkpoint),
         "status": answer.status.value,
         "problems": list(answer.problems),
         "checked": list(answer.checked),

@@ -87,7 +87,6 @@ class Verification:
         checked: Checks that passed, names from `CHECKS`; for other tools as `foreign.check` calls them.
         unchecked: Checks that could not be made, each with the reason.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
-        has_step: Whether the step is known; only that of another tool may not be in its name.
         hint: What to do next, or None.
         obstacle: A passing error of the disk; the checkpoint may be intact.
     """
@@ -99,6 +98,5 @@ class Verification:
     checked: tuple[str, ...] = ()
     unchecked: tuple[str, ...] = ()
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=lambda: _NONE, hash=False)
-    has_step: bool = True
     hint: str | None = None
     obstacle: Exception | None = field(default=None, compare=False, repr=False)

@@ -12,7 +12,7 @@ import pytest
 from ckptmgr.cli import places
 from ckptmgr.cli.sizes import parse_size
 from tests.cli.running import run, run_json
-from tests.support.foreign import golden_run
+from tests.support.foreign import golden_run, write_archive
 from tests.support.saved import flip, save_run, tree_of
 
 METRICS = {10: {"loss": 0.9, "val acc": 1.0}, 20: {"loss": math.nan}, 30: {"loss": 0.2}, 40: {}}
@@ -79,6 +79,27 @@ def test_field_orders_what_is_listed_and_missing_numbers_come_last(
     runs: Path, field: str, expected: list[int]
 ) -> None:
     assert steps(runs, "--sort", field) == expected
+
+
+@pytest.mark.parametrize(
+    ("conditions", "expected"),
+    [
+        ((), [None]),
+        (("step<10",), []),
+        (("step=0",), []),
+        (("step!=10",), []),
+        (("size>0",), [None]),
+    ],
+)
+def test_unknown_step_of_another_tool_meets_no_condition_on_steps(
+    tmp_path: Path, conditions: tuple[str, ...], expected: list[None]
+) -> None:
+    write_archive(tmp_path / "release/mp_rank_00/model_optim_rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("release")
+    given = [part for one in conditions for part in ("--filter", one)]
+    assert steps(tmp_path, *given) == expected
+    listed = run_json("verify", tmp_path, *given)["items"]
+    assert [item["step"] for item in listed] == expected
 
 
 @pytest.mark.parametrize(

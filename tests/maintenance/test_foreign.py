@@ -128,7 +128,10 @@ def test_release_of_megatron_is_what_its_tracker_names(tmp_path: Path) -> None:
     write_archive(tmp_path / "release/mp_rank_00/model_optim_rng.pt")
     write(tmp_path / "latest_checkpointed_iteration.txt", "release")
     (one,) = list_foreign(OsFileSystem(), tmp_path).checkpoints
-    assert (one.has_step, one.named_by) == (False, ("latest_checkpointed_iteration.txt",))
+    assert (one.checkpoint.has_step, one.named_by) == (
+        False,
+        ("latest_checkpointed_iteration.txt",),
+    )
 
 
 def test_distributed_checkpoint_of_megatron_is_whole(tmp_path: Path) -> None:

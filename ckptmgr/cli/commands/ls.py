@@ -136,7 +136,6 @@ def _print(
         row = _row(one.checkpoint, saved=render.age(one.checkpoint.saved_at, now))
         series, run = Cell(one.checkpoint.series), Cell(shown_run(one.run))
         if one.foreign is not None:
-            row[0] = row[0] if one.foreign.has_step else Cell("-")
             row[-1] = Cell(" ".join(one.foreign.named_by) or "-")
             series = run = Cell("-")
         row[_STATE] = render.state(one.state)

@@ -21,6 +21,7 @@ from ckptmgr.cli.run_lines import shown_run
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
+from ckptmgr.maintenance.json_fields import has_known_step
 
 if TYPE_CHECKING:
     from ckptmgr.cli.places import Entry, Place
@@ -37,7 +38,6 @@ class _Run:
     directory: Path
     run: str | None
     checkpoints: Sequence[Checkpoint]
-    without_step: frozenset[Path] = frozenset()
 
     @property
     def size_bytes(self) -> int:
@@ -53,8 +53,7 @@ class _Run:
     def step(self) -> int | None:
         """The step of the newest one; None where it is not known."""
         newest = self.newest
-        is_known = newest.path not in self.without_step and render.step(newest) != "-"
-        return newest.step if is_known else None
+        return newest.step if has_known_step(newest) else None
 
 
 @options.command(
@@ -104,11 +103,8 @@ def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
     for one in entries:
         place = (one.directory, one.run, one.foreign is not None)
         found.setdefault(place, []).append(one.checkpoint)
-    stepless = frozenset(
-        one.checkpoint.path for one in entries if one.foreign and not one.foreign.has_step
-    )
     for (directory, run, _), checkpoints in found.items():
-        yield _Run(directory=directory, run=run, checkpoints=checkpoints, without_step=stepless)
+        yield _Run(directory=directory, run=run, checkpoints=checkpoints)
 
 
 def _trash_bytes(places: Sequence[Place]) -> int:

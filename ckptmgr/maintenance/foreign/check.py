@@ -66,7 +66,6 @@ def verify_foreign(
         problems=tuple(dict.fromkeys(problems)),
         checked=tuple(check.checked),
         unchecked=(*check.unchecked, _NO_DIGEST),
-        has_step=foreign.has_step,
         obstacle=check.obstacle,
     )
 

@@ -176,7 +176,8 @@ def _listing(
             for item in one.found
         ]
         found += sorted(
-            its, key=lambda one: (not one.has_step, one.checkpoint.step, one.checkpoint.name)
+            its,
+            key=lambda one: (not one.checkpoint.has_step, one.checkpoint.step, one.checkpoint.name),
         )
     pointers = {one.layout.tool: one.pointers for one in recognitions}
     return ForeignListing(checkpoints=tuple(found), pointers=pointers)
@@ -197,10 +198,9 @@ def _measured(
         state=State.COMPLETE if one.problem is None else State.INCOMPLETE,
         problem=one.problem,
         metrics=one.metrics,
+        has_step=one.step is not None,
     )
-    return ForeignCheckpoint(
-        checkpoint=checkpoint, has_step=one.step is not None, named_by=named_by
-    )
+    return ForeignCheckpoint(checkpoint=checkpoint, named_by=named_by)
 
 
 def _measure(fs: FileSystem, path: Path) -> tuple[int, float]:

@@ -17,13 +17,12 @@ class ForeignCheckpoint:
 
     Attributes:
         checkpoint: As policies and tables see it: `series` and `format` are the tool, `state` is
-            COMPLETE or INCOMPLETE, and `problem` is why it is incomplete.
-        has_step: Whether its name is understood; others are listed, and nothing removes them.
+            COMPLETE or INCOMPLETE, and `problem` is why it is incomplete. Nothing removes one
+            whose step is not known.
         named_by: The notes of the tool that point at it, such as `latest`.
     """
 
     checkpoint: Checkpoint
-    has_step: bool
     named_by: tuple[str, ...] = ()
 
     @property

@@ -94,7 +94,9 @@ def propose_foreign(
         shown=Proposal(now=now, policy=str(policy), plans=tuple(plans)),
         expired=expired,
         spared=tuple(batch for batch in old if batch not in expired),
-        untouched=tuple(one.checkpoint for one in listing.checkpoints if not one.has_step),
+        untouched=tuple(
+            one.checkpoint for one in listing.checkpoints if not one.checkpoint.has_step
+        ),
     )
 
 
@@ -121,7 +123,7 @@ def _counted(listing: ForeignListing, tool: str, damaged: Mapping[Path, str]) ->
         if one.checkpoint.path in damaged
         else one.checkpoint
         for one in listing.checkpoints
-        if one.checkpoint.format == tool and one.has_step
+        if one.checkpoint.format == tool and one.checkpoint.has_step
     )
     return Counted(series=(tool,), lines=(RunLine(runs=(), checkpoints=checkpoints),))
 
