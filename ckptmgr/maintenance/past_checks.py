@@ -10,8 +10,9 @@
   earlier runs say, those of killed ones, too, and removes these.
 * A record names the checkpoint that it is about by its id, which covers all digests, and the sizes
   and times of its files: of a checkpoint that was replaced or repaired since, it says nothing.
-* Every user with write permission can forge one. So it can only make a state worse on the screen,
-  decides nothing, and says nothing good where keys were given, which do not prove it.
+* Every user with write permission can forge or remove one. So it decides nothing, makes no state on
+  the screen better than the manifest makes it, and says nothing good where keys were given, which
+  do not prove it.
 * Writing one is best effort: a directory that cannot be written is verified as well.
 * A quick check that passes does not replace damage that a deeper one found.
 """
