@@ -33,6 +33,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.data_state import Batches
 from ckptmgr.training.manager import CheckpointManager
 
@@ -139,6 +140,7 @@ class AcceleratorCheckpoints:
 
         Raises:
             RuntimeError: Nothing was prepared, or objects were registered with the accelerator.
+            StateMismatch: Other objects were prepared than in the saved run.
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         if not self._parts["models"]:
@@ -151,7 +153,16 @@ class AcceleratorCheckpoints:
                 "objects are registered with the accelerator, which would not be saved: call"
                 " checkpoints.register_for_checkpointing instead of accelerator.register_for_checkpointing"
             )
+        counts = {kind: len(parts) for kind, parts in self._parts.items()}
         found = self.manager.resume(self._state(), start=start)
+        for kind, parts in self._parts.items():
+            stored = len(parts)
+            del parts[counts[kind] :]  # an empty list takes plain values, as of a history
+            if stored != counts[kind]:
+                raise StateMismatch(
+                    f"the checkpoint has {stored} {kind}, and here are {counts[kind]}",
+                    hint="prepare and register what the saved run did, or begin a run in another directory",
+                )
         self._is_resumed = True
         return found
 

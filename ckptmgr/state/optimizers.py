@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compare an optimizer of torch with a stored state.
+"""Compare an optimizer or a schedule of torch with a stored state.
 
 torch's `load_state_dict` takes the state of another class, or of other parameters: the run then
-fails at its next step, or goes on with the hyperparameters of the stored class.
+fails at its next step, or goes on with the hyperparameters of the stored class. That of a schedule
+takes everything, and goes on with what it was made with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from ckptmgr.state.paths import Path, StateMismatch
 _OF_A_CLASS = {"alpha", "amsgrad", "beta2_decay", "betas", "centered", "dampening", "etas", "lambd"}
 _OF_A_CLASS |= {"history_size", "lr_decay", "momentum", "momentum_decay", "nesterov", "rho"}
 _OF_A_CLASS |= {"step_sizes", "t0"}
+_OF_A_SCHEDULE = {"T_0", "T_max", "_schedulers", "end_factor", "factor", "gamma", "lr_lambdas"}
+_OF_A_SCHEDULE |= {"milestones", "patience", "power", "start_factor", "step_ratio", "step_size"}
+_OF_A_SCHEDULE |= {"total_iters", "total_steps"}
 _OF_EACH_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf")
 _OF_TORCH = "torch.optim."
 _Problems = Iterator[tuple[Path, str]]
@@ -51,7 +55,9 @@ def check_same(problems: Iterable[tuple[Path, str]], *, hint: str) -> None:
     lines = [f"{path} {problem}" for path, problem in problems]
     if lines:
         text = "\n  ".join(lines)
-        raise StateMismatch(f"the checkpoint is of another optimizer:\n  {text}", hint=hint)
+        raise StateMismatch(
+            f"the checkpoint is of another optimizer or schedule:\n  {text}", hint=hint
+        )
 
 
 def _unwrapped(optimizer: Any) -> Any:
@@ -116,3 +122,29 @@ def _shape_problems(
                 if wanted != found:
                     at = path.key(index).key(name)
                     yield at, f"is stored with shape {found}, its parameter has {wanted}"
+
+
+def schedule_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
+    """Yield the hyperparameters that tell another schedule of torch; none for those of programs."""
+    inner = getattr(target, "scheduler", None)  # of Accelerate's wrapper
+    target = target if inner is None else inner
+    if type(target).__module__ == "torch.optim.lr_scheduler":
+        yield from _schedule_problems(type(target).__name__, target.state_dict(), stored, path)
+
+
+def _schedule_problems(
+    name: str, given: Mapping[str, Any], stored: Mapping[Any, Any], path: Path
+) -> _Problems:
+    for key in sorted(_OF_A_SCHEDULE & given.keys() - stored.keys()):
+        yield path.key(key), f"is not in the checkpoint, whose schedule is another than this {name}"
+    for key in sorted(_OF_A_SCHEDULE & stored.keys() - given.keys()):
+        yield (
+            path.key(key),
+            f"is only in the checkpoint, whose schedule is another than this {name}",
+        )
+    at = path.key("_schedulers")
+    parts, stored_parts = given.get("_schedulers", ()), stored.get("_schedulers", ())
+    if len(parts) != len(stored_parts) and "_schedulers" in given.keys() & stored.keys():
+        yield at, f"has {len(parts)} schedules, stored are {len(stored_parts)}"
+    for index, (part, stored_part) in enumerate(zip(parts, stored_parts, strict=False)):
+        yield from _schedule_problems(f"part of a {name}", part, stored_part, at.index(index))

@@ -36,7 +36,7 @@ from ckptmgr.state.fill import (
 )
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
-from ckptmgr.state.optimizers import optimizer_problems
+from ckptmgr.state.optimizers import optimizer_problems, schedule_problems
 from ckptmgr.state.paths import Path, TreeError, mismatch
 from ckptmgr.state.random import (
     build_generator,
@@ -309,8 +309,9 @@ class Restorer:
         if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:
             self._compare_module(target, stored, path.state_dict())
         elif isinstance(stored, Mapping) and not is_sharded:
-            for at, problem in optimizer_problems(target, stored, path.state_dict()):
-                self._differ(at, problem)
+            for problems_of_kind in (optimizer_problems, schedule_problems):
+                for at, problem in problems_of_kind(target, stored, path.state_dict()):
+                    self._differ(at, problem)
         if is_instance_by_name(target, "mindspore.nn.cell", "Cell") and isinstance(stored, Mapping):
             return self._plan_cell(target, stored, path.state_dict())
         if isinstance(stored, Mapping) and is_sharded:

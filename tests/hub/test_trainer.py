@@ -264,6 +264,14 @@ def test_training_with_another_order_of_the_parameters_is_refused(tmp_path: Path
         with_optimizer(tmp_path, lambda model: torch.optim.Adam([*model.parameters()][::-1]))
 
 
+def test_training_with_another_kind_of_schedule_is_refused(tmp_path: Path) -> None:
+    train(tmp_path)
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "eval_loss"}
+    message = r"\['scheduler'\]\['factor'\] is not in .* another than this ReduceLROnPlateau"
+    with pytest.raises(StateMismatch, match=message):
+        resume_with(tmp_path, new_model(), eval_strategy="epoch", **plateau)
+
+
 def test_other_groups_of_parameters_are_an_error_that_names_checkpoint_and_way_out(
     tmp_path: Path,
 ) -> None:

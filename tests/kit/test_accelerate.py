@@ -29,6 +29,7 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.utils import DataLoaderConfiguration, set_seed  # noqa: E402
 
 from ckptmgr.integrations.accelerate import AcceleratorCheckpoints  # noqa: E402
+from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
 pytestmark = pytest.mark.kit
 ROOT = Path(__file__).parents[2]
@@ -207,6 +208,42 @@ def test_other_number_of_shuffled_loaders_is_refused(tmp_path: Path) -> None:
     loop.checkpoints.prepare(*loop.parts[:2])
     with pytest.raises(ValueError, match="there are 0 shuffled loaders, and 1 were saved"):
         loop.checkpoints.resume()
+
+
+def prepared(directory: Path, optimizer: Any, schedule: Any) -> Any:
+    """Return the checkpoints of a model, an optimizer and a schedule, or none of it."""
+    model = torch.nn.Linear(8, 1)
+    made = optimizer(model.parameters())
+    parts = [model, made] if schedule is None else [model, made, schedule(made)]
+    checkpoints = AcceleratorCheckpoints(Accelerator(cpu=True), directory)
+    checkpoints.prepare(*parts)
+    return checkpoints
+
+
+def cosine(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+
+
+OTHERS: dict[str, tuple[Any, Any, str]] = {
+    "optimizer": (torch.optim.AdamW, cosine, "Adam and AdamW differ in it"),
+    "schedule": (
+        torch.optim.Adam,
+        lambda one: torch.optim.lr_scheduler.StepLR(one, 3),
+        r"state\['schedulers'\]\[0\].*\['T_max'\] is only in .* another than this StepLR",
+    ),
+    "no schedule": (torch.optim.Adam, None, "has 1 schedulers, and here are 0"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizer_or_schedule_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    optimizer, schedule, message = OTHERS[kind]
+    with prepared(tmp_path, torch.optim.Adam, cosine) as checkpoints:
+        checkpoints.resume()
+        checkpoints.save(1)
+    with pytest.raises(StateMismatch, match=message):
+        prepared(tmp_path, optimizer, schedule).resume()
+    assert prepared(tmp_path, torch.optim.Adam, cosine).resume().step == 1
 
 
 @pytest.mark.parametrize(

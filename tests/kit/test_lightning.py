@@ -189,6 +189,35 @@ def test_fit_with_another_optimizer_is_refused_by_name(kind: str, tmp_path: Path
     assert max(steps_in(tmp_path)) == 4
 
 
+OTHER_SCHEDULES: dict[str, tuple[Any, str]] = {
+    "another class": (
+        torch.optim.lr_scheduler.ConstantLR,
+        r"\['lr_schedulers'\]\[0\]\['gamma'\] is only in .* another than this ConstantLR",
+    ),
+    "none": (None, r"\['lr_schedulers'\] are 1, and this fit has 0"),
+}
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("kind", OTHER_SCHEDULES)
+def test_fit_with_another_schedule_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    def scheduled(make: Any) -> Any:
+        def made(layer: Any) -> Any:
+            optimizer = adam(layer)
+            return [optimizer], [] if make is None else [make(optimizer)]
+
+        return Optimized(made)
+
+    def step(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 3)
+
+    make, message = OTHER_SCHEDULES[kind]
+    fit(tmp_path, model=scheduled(step))
+    with pytest.raises(StateMismatch, match=message):
+        fit(tmp_path, 6, model=scheduled(make))
+    assert fit(tmp_path, 6, model=scheduled(step)).global_step == 6
+
+
 @pytest.mark.usefixtures("quiet")
 def test_fit_from_a_file_of_the_trainer_is_refused_with_another_optimizer(tmp_path: Path) -> None:
     file = tmp_path / "own.ckpt"

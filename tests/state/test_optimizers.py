@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,73 @@ def test_checkpoint_of_another_optimizer_is_refused_by_name(
 def test_hyperparameters_of_the_checkpoint_hold(tmp_path: Path) -> None:
     state = resume(tmp_path, adamw, lambda m: OPTIM.AdamW(m.parameters(), lr=0.5))
     assert state["optimizer"].param_groups[0]["lr"] == 0.001
+
+
+SCHEDULES: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda one: OPTIM.lr_scheduler.LambdaLR(one, lambda step: 1.0),
+    "StepLR": lambda one: OPTIM.lr_scheduler.StepLR(one, 3),
+    "MultiStepLR": lambda one: OPTIM.lr_scheduler.MultiStepLR(one, [3]),
+    "ConstantLR": lambda one: OPTIM.lr_scheduler.ConstantLR(one),
+    "LinearLR": lambda one: OPTIM.lr_scheduler.LinearLR(one),
+    "ExponentialLR": lambda one: OPTIM.lr_scheduler.ExponentialLR(one, 0.5),
+    "PolynomialLR": lambda one: OPTIM.lr_scheduler.PolynomialLR(one),
+    "CosineAnnealingLR": lambda one: OPTIM.lr_scheduler.CosineAnnealingLR(one, 9),
+    "CosineAnnealingWarmRestarts": lambda one: OPTIM.lr_scheduler.CosineAnnealingWarmRestarts(
+        one, 9
+    ),
+    "OneCycleLR": lambda one: OPTIM.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9),
+    "CyclicLR": lambda one: OPTIM.lr_scheduler.CyclicLR(one, 0.1, 0.2),
+    "ReduceLROnPlateau": lambda one: OPTIM.lr_scheduler.ReduceLROnPlateau(one),
+    "SequentialLR": lambda one: in_sequence(one, 2),
+    "SequentialLR of three": lambda one: in_sequence(one, 3),
+}
+
+
+def in_sequence(optimizer: Any, parts: int) -> Any:
+    made = [OPTIM.lr_scheduler.ConstantLR(optimizer) for _ in range(parts)]
+    return OPTIM.lr_scheduler.SequentialLR(optimizer, made, list(range(2, parts + 1)))
+
+
+def schedule(name: str) -> Any:
+    sgd = OPTIM.SGD(trained(adamw)["model"].parameters(), momentum=0.9)
+    return SCHEDULES[name](sgd)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_checkpoint_of_another_schedule_is_refused_by_name(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {name: schedule(name) for name in SCHEDULES})
+        manager.resume({name: schedule(name) for name in SCHEDULES})
+        for given in SCHEDULES:
+            with pytest.raises(StateMismatch) as caught:
+                manager.resume({saved: schedule(given) for saved in SCHEDULES})
+            named = set(re.findall(r"state\['([^']*)'\].state_dict\(\)\['", str(caught.value)))
+            assert named == SCHEDULES.keys() - {given}
+
+
+def test_schedule_with_other_parts_is_refused_by_the_place_of_the_part(tmp_path: Path) -> None:
+    def chained(last: str) -> Any:
+        sgd = OPTIM.SGD(trained(adamw)["model"].parameters())
+        return OPTIM.lr_scheduler.ChainedScheduler(
+            [SCHEDULES[name](sgd) for name in ("StepLR", last)], sgd
+        )
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"schedule": chained("LinearLR")})
+        manager.resume({"schedule": chained("LinearLR")})
+        message = r"\['_schedulers'\]\[1\]\['gamma'\] is not in the checkpoint.*part of a Chained"
+        with pytest.raises(StateMismatch, match=message):
+            manager.resume({"schedule": chained("ExponentialLR")})
+
+
+def test_schedule_of_a_program_is_not_compared(tmp_path: Path) -> None:
+    class Own(OPTIM.lr_scheduler.StepLR):  # type: ignore[misc, name-defined]
+        pass
+
+    own = Own(OPTIM.SGD(trained(adamw)["model"].parameters()), 3)
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"schedule": schedule("ConstantLR")})
+        manager.resume({"schedule": own})
 
 
 def test_length_of_a_schedule_is_that_of_the_checkpoint(tmp_path: Path) -> None:
@@ -213,7 +281,7 @@ def test_recorded_class_of_another_optimizer_is_named() -> None:
     with pytest.raises(StateMismatch) as caught:
         compare(adamw, adam, is_recorded=True)
     assert str(caught.value) == (
-        "the checkpoint is of another optimizer:\n"
+        "the checkpoint is of another optimizer or schedule:\n"
         "  state['optimizer'] is a torch.optim.AdamW, stored is the state of a torch.optim.Adam\n"
         "hint: build the same"
     )

@@ -188,7 +188,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             StateMismatch: The checkpoint is of optimizers of another class, or of other parameters.
         """
         optimizers, self._optimizers = self._optimizers, {}
-        check_optimizers(trainer.optimizers, optimizers)
+        check_optimizers(trainer, optimizers)
         if trainer.fast_dev_run or self._is_resumed:
             return
         if trainer.global_step and trainer.global_step == self._ended_step:

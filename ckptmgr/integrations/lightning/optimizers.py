@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers of a fit, compared with those of the checkpoint before Lightning loads them.
+"""The optimizers and schedules of a fit, compared with the stored ones before Lightning loads them.
 
-Lightning loads the state of another class, and leaves out the optimizers that one of both lacks.
+Lightning loads the state of another class, and leaves out what one of both lacks.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptmgr.state.optimizers import all_problems, check_same, class_of
+from ckptmgr.state.optimizers import all_problems, check_same, class_of, schedule_problems
 from ckptmgr.state.paths import Path
 
 _CLASSES = "ckptmgr_optimizers"
 _STATES = "optimizer_states"
+_SCHEDULES = "lr_schedulers"
 
 
 def note_classes(optimizers: list[Any], checkpoint: dict[str, Any]) -> None:
@@ -23,25 +24,32 @@ def note_classes(optimizers: list[Any], checkpoint: dict[str, Any]) -> None:
 
 def stored_optimizers(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a checkpoint says of its optimizers."""
-    return {name: checkpoint[name] for name in (_STATES, _CLASSES) if name in checkpoint}
+    return {
+        name: checkpoint[name] for name in (_STATES, _CLASSES, _SCHEDULES) if name in checkpoint
+    }
 
 
-def check_optimizers(optimizers: list[Any], stored: Mapping[str, Any]) -> None:
-    """Compare optimizers with `stored_optimizers`, of which the module may have emptied the states.
+def check_optimizers(trainer: Any, stored: Mapping[str, Any]) -> None:
+    """Compare optimizers and schedules with `stored_optimizers`, which the module may have emptied.
 
     Raises:
-        StateMismatch: They are of another class, or of other parameters.
+        StateMismatch: They are of another class, or of other parameters, or of another number.
     """
     if stored.get(_STATES):
         check_same(
-            _problems(optimizers, stored),
+            [
+                *_optimizer_problems(trainer.optimizers, stored),
+                *_schedule_problems(trainer, stored),
+            ],
             hint="let configure_optimizers return what the run was saved with; or begin a run with its weights alone, by"
             " module.load_state_dict(checkpoints.manager.load('latest', only='state_dict')['state_dict']),"
             " ManagerCheckpoint(..., start='new'), and fit without ckpt_path",
         )
 
 
-def _problems(optimizers: list[Any], stored: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+def _optimizer_problems(
+    optimizers: list[Any], stored: Mapping[str, Any]
+) -> Iterator[tuple[Path, str]]:
     states, at = stored[_STATES], Path().key(_STATES)
     if len(optimizers) != len(states):
         yield at, f"are {len(states)}, and this fit has {len(optimizers)}"
@@ -49,3 +57,13 @@ def _problems(optimizers: list[Any], stored: Mapping[str, Any]) -> Iterator[tupl
     classes = stored.get(_CLASSES, [None] * len(states))
     for index, (one, state, kind) in enumerate(zip(optimizers, states, classes, strict=True)):
         yield from all_problems(one, state, kind, at.index(index))
+
+
+def _schedule_problems(trainer: Any, stored: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    states, at = stored.get(_SCHEDULES, []), Path().key(_SCHEDULES)
+    if len(schedules) != len(states):
+        yield at, f"are {len(states)}, and this fit has {len(schedules)}"
+        return
+    for index, (one, state) in enumerate(zip(schedules, states, strict=True)):
+        yield from schedule_problems(one, state, at.index(index))

@@ -151,6 +151,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._stored_optimizer = {
             "class": state.get("optimizer_class"),
             "param_groups": state["optimizer"].get("param_groups"),
+            "scheduler": state["scheduler"],
         }
         self._resumed = start.checkpoint
         self._given.close()
@@ -277,7 +278,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 f"materialize() gave the checkpoint of step {self._resumed.step}, and the training begins at step"
                 f" {state.global_step}: write {CALL}"
             )
-        check_optimizer(kwargs["optimizer"], self._stored_optimizer)
+        check_optimizer(kwargs["optimizer"], kwargs["lr_scheduler"], self._stored_optimizer)
 
     def _check_model(self) -> None:
         """Raise StateMismatch if the model is known, and another than that of the checkpoint."""

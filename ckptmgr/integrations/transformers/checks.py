@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckptmgr.state.optimizers import all_problems, check_same
+from ckptmgr.state.optimizers import all_problems, check_same, schedule_problems
 from ckptmgr.state.paths import Path, StateMismatch
 
 CALL = "trainer.train(resume_from_checkpoint=checkpoints.materialize())"
@@ -74,9 +74,11 @@ def check_model(model: Any, stored: Mapping[str, str]) -> None:
         raise StateMismatch(f"the checkpoint is of another model:\n  {text}", hint=WAYS_OUT)
 
 
-def check_optimizer(optimizer: Any, stored: Mapping[str, Any]) -> None:
-    """Raise StateMismatch if an optimizer is another than the one whose state it has loaded."""
+def check_optimizer(optimizer: Any, scheduler: Any, stored: Mapping[str, Any]) -> None:
+    """Raise StateMismatch if an optimizer or a schedule is another than what it has loaded."""
     at = Path().key("optimizer")
     # Its groups have the stored names by now; its state belongs to the present parameters.
     loaded = {**optimizer.state_dict(), "param_groups": stored["param_groups"]}
-    check_same(all_problems(optimizer, loaded, stored["class"], at), hint=WAYS_OUT)
+    problems = all_problems(optimizer, loaded, stored["class"], at)
+    problems += schedule_problems(scheduler, stored["scheduler"], Path().key("scheduler"))
+    check_same(problems, hint=WAYS_OUT)
