@@ -130,7 +130,8 @@ class StoreLocked(CkptmgrError):
     """Report that another live process writes a series, or that its lease is unavailable or lost.
 
     Attributes:
-        is_ending: Whether the run that holds the lease is over and only its worker process remains.
+        is_ending: Whether the lease may soon be free: the run that holds it is over and only its
+            worker process remains, or its holder only cleans up after dead writers.
     """
 
     is_ending: bool = False

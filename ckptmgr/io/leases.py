@@ -6,8 +6,8 @@ the lock when its holder dies, so a lease is never stale. The holder removes the
 unlocks it.
 
 The text of the file names the holder, in two lines: a description for people; the token of the
-process and a random number. A worker process that saves for the holder adds two such lines of its
-own.
+process and a random number, and `cleanup` if it only cleans up. A worker process that saves for the
+holder adds two such lines of its own.
 
 A lock is not enough: the file, or its directory, may be removed or replaced during a run, and some
 file systems are mounted with locks per host. So before each commit the holder checks that the file
@@ -42,6 +42,7 @@ LEASE_SUFFIX = ".lease"
 
 _MAX_TEXT_BYTES = 4096
 _MAX_SHOWN = 200
+_CLEANING = " cleanup"
 _READING = "CheckpointManager.load(), load_checkpoint() and open_checkpoint() read without being the writer"
 _OTHER_HINT = (
     "two writers would overwrite each other: stop that process, or use another prefix or directory; "
@@ -132,15 +133,19 @@ def lease_path(directory: Path, series: str) -> Path:
 
 
 class Holder(NamedTuple):
-    """A process in the text of a lease file: its description for people, and its token or ''."""
+    """A process in the text of a lease file: its description for people, and its token or ''.
+
+    `is_cleaning`: it only cleans up after dead writers, and releases the lease at once.
+    """
 
     description: str
     token: str
+    is_cleaning: bool = False
 
 
-def new_owner_text() -> str:
+def new_owner_text(*, is_cleaning: bool = False) -> str:
     """Return the text of this process for a lease file; the text of every lease is unique."""
-    return f"{worker_text()}{secrets.token_hex(8)}\n"
+    return f"{worker_text()}{secrets.token_hex(8)}{_CLEANING if is_cleaning else ''}\n"
 
 
 def worker_text() -> str:
@@ -157,7 +162,7 @@ def holders_in(text: str) -> tuple[Holder, Holder | None]:
 
 def _holder(description: str, token_line: str) -> Holder:
     shown = "".join(one for one in description if one.isprintable())[:_MAX_SHOWN]
-    return Holder(shown, token_line.partition(" ")[0])
+    return Holder(shown, token_line.partition(" ")[0], token_line.endswith(_CLEANING))
 
 
 class Lease:
@@ -278,15 +283,20 @@ class Leases:
 
 
 @contextmanager
-def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
+def hold_lease(
+    fs: FileSystem, directory: Path, series: str, *, is_cleaning: bool = False
+) -> Iterator[Lease]:
     """Be the only writer of a series or file; remove the lease file at the end of the block.
+
+    With `is_cleaning` the file says that the lease is held for a moment only, to clean up; a writer
+    that is refused meanwhile waits.
 
     Raises:
         StoreLocked: A live process holds the lease.
         StoreFull: The disk has no room for the lease file.
         OSError: The directory cannot be written to.
     """
-    path, text = lease_path(directory, series), new_owner_text()
+    path, text = lease_path(directory, series), new_owner_text(is_cleaning=is_cleaning)
     with contextlib.ExitStack() as stack:
         try:
             other = stack.enter_context(fs.lock(path, owner=text))
@@ -320,16 +330,18 @@ def _locked(series: str, directory: Path, text: str) -> StoreLocked:
     name = owner.description or "another process"
     is_own = owner.token == ProcProcesses().token()
     is_over = ProcProcesses().is_dead(owner.token) is True
+    act = "being cleaned up" if owner.is_cleaning else "being written"
     if is_over and worker is not None:
         name = f"{worker.description}, the saving process of {name}, which has ended"
     elif is_over:
         name = f"a process that was started by {name}, which has ended"
     error = StoreLocked(
-        f"series {series!r} is being written by {name}",
+        f"series {series!r} is {act} by {name}",
         path=directory,
         hint=_OWN_HINT if is_own else _OTHER_HINT,
     )
-    error.is_ending = is_over
+    # A holder writes its text just after it took the lease: without one it may be cleaning up.
+    error.is_ending = is_over or owner.is_cleaning or not text
     return error
 
 

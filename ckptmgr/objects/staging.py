@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import re
 import stat
@@ -31,14 +30,11 @@ from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import leased_name
 from ckptmgr.store.store import Store
 
-_LOG = logging.getLogger(__name__)
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _PLACE = re.compile(r"[0-9a-f]{16}")
 _NOTE_AGE = timedelta(days=7)
 _EMPTY_AGE = timedelta(hours=1)  # a run may be about to take its lease in a younger one
 _ATTEMPTS = 10
-_ENDING_S = 30.0
-_PAUSE_S = 0.05
 _Done = TypeVar("_Done")
 
 
@@ -59,25 +55,16 @@ def in_staging(directory: Path, carry_out: Callable[[], _Done]) -> _Done:
     Raises:
         PermissionError: The name of the latter is taken by something that others can change or read.
     """
-    left, stop = _ATTEMPTS, time.monotonic() + _ENDING_S
-    has_warned = False
+    left = _ATTEMPTS
     while True:
+        left -= 1
         try:
             _make(directory)
             return carry_out()
         except FileNotFoundError as error:
             # Else a process that wrote there before has removed it just before the lease was taken.
-            left -= 1
             if not left or (directory.is_dir() and not _is_about_lease(error, directory)):
                 raise
-        except StoreLocked as locked:
-            # Else another run removes what a killed one left: on a slow disk that takes a while.
-            if not locked.is_ending or time.monotonic() >= stop:
-                raise
-            if not has_warned:
-                _LOG.warning("%s; waiting for its end, up to %g s", locked.message, _ENDING_S)
-                has_warned = True
-            time.sleep(_PAUSE_S)
 
 
 def _is_about_lease(error: OSError, directory: Path) -> bool:

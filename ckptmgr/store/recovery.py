@@ -240,15 +240,26 @@ class _Recovery:
                 raise StoreLocked(
                     f"{name!r} may be in use: {owner.description}", path=self._directory
                 )
-        with hold_lease(self._fs, self._directory, name):
+        with hold_lease(self._fs, self._directory, name, is_cleaning=True):
             yield
 
     def _remove_leases(self, names: Iterable[str]) -> None:
         """Remove the lease files of killed processes; without a sync, as they are harmless."""
         leased = {found for name in names if (found := leased_name(name)) is not None}
         for name in leased - {self._series}:
-            with contextlib.suppress(StoreLocked, OSError), self._lease(name):
-                pass
+            with contextlib.suppress(StoreLocked, OSError):
+                if self._is_left(name):
+                    with self._lease(name):
+                        pass
+
+    def _is_left(self, name: str) -> bool:
+        """Return whether no live process is named by a lease file.
+
+        Raises:
+            OSError: The file is gone, or cannot be read.
+        """
+        owner, _ = holders_in(read_text(self._fs, lease_path(self._directory, name)))
+        return not owner.token or self._processes.is_dead(owner.token) is not False
 
     def _is_dead_temp(self, name: str) -> bool:
         parts = parse_temp(name)

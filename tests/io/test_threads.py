@@ -115,16 +115,19 @@ def test_works_without_a_thread_are_done_by_the_caller(
     start = threading.Thread.start
     started: list[threading.Thread] = []
     ran_in: list[threading.Thread] = []
+    has_begun = threading.Event()
 
     def start_one(thread: threading.Thread) -> None:
         if started:
             raise RuntimeError("can't start new thread")
         started.append(thread)
         start(thread)
+        assert has_begun.wait(timeout=60)  # else the caller may do its work, too
 
     monkeypatch.setattr(threading.Thread, "start", start_one)
 
     def work() -> None:
+        has_begun.set()
         failures.is_failed.wait(timeout=60)
         ran_in.append(threading.current_thread())
 
