@@ -66,6 +66,7 @@ class ExportDirectory:
                 fs.sync_directory(target.parent)
                 if is_replaced:
                     _remove(fs, old)
+                    fs.sync_directory(target.parent)
         finally:
             with contextlib.suppress(OSError):
                 _remove(fs, fresh)

@@ -63,26 +63,34 @@ def serve() -> None:
     say(LOADED.strip())
     while request := sys.stdin.readline():
         waits, begins = os.pipe()
+        is_ready, readies = os.pipe()
         if (process := os.fork()) == 0:
             os.close(begins)
-            work(waits, *json.loads(request))
+            os.close(is_ready)
+            work(waits, readies, *json.loads(request))
             return
         os.close(waits)
+        os.close(readies)
+        os.read(is_ready, 1)  # strace would count some calls before that, or not
+        os.close(is_ready)
         say(process)
         sys.stdin.readline()
         os.close(begins)
         say(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
-def work(waits: int, output: str, is_offset: bool, module: str, arguments: Sequence[str]) -> None:
+def work(
+    waits: int, readies: int, output: str, is_offset: bool, module: str, arguments: Sequence[str]
+) -> None:
     """Do a work once strace is there."""
     null = os.open(os.devnull, os.O_RDONLY)
     said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     for stream, target in ((null, 0), (said, 1), (said, 2)):
         os.dup2(stream, target)
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # strace is not our parent
+    os.write(readies, b"1")
     os.read(waits, 1)
-    for descriptor in (null, said, waits):
+    for descriptor in (null, said, waits, readies):
         os.close(descriptor)
     if is_offset:
         _repeat(_OFFSET_OF_LOADING if "process" in arguments else _OFFSET, _OPENED)

@@ -50,7 +50,7 @@ KINDS = {
 }
 _NAMED = ("create", "rename", "remove")
 _CALL = re.compile(r"(?P<thread>\d+) +(?P<name>\w+)\((?P<rest>.*)")
-_FILE = re.compile(r"\(\d+<(?P<path>[^<>]+)>")
+_FILE = re.compile(r"\(\d+<(?P<path>[^<>]+)>(?:, \"(?P<entry>[^\"]*)\")?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,9 +266,13 @@ def _signature(line: str) -> str:
     """Return the name of a call and the names of its files, without what differs between two runs."""
     call = line.partition(" ")[2].strip()
     if match := _FILE.search(call):
-        # A file that is created may be opened once more, for direct writes.
+        # Files are opened by their name in a directory, leases as well as others. One that is
+        # created may be opened once more, for direct writes.
         created = " O_EXCL" if "O_EXCL" in call else ""
-        call = f"{call.partition('(')[0]} {match['path']}{created}"
+        name = call.partition("(")[0]
+        entry = match["entry"] or ""
+        named = f" {entry}" if name.endswith("at") else ""  # not the bytes of a write
+        call = f"{name} {match['path']}{named}{created}"
     return re.sub(
         r"(?<=export-)[0-9a-f]{16}|[0-9a-f]+(-[0-9a-f.]+)+\.tmp|\d{8}T[\d.]+Z|\) += .*", "", call
     )
