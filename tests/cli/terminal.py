@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.cli.preloaded import Preloaded
+from tests.support.held import wait_until_asleep
 
 _DEADLINE_S = 30.0
 CTRL_C = "\x03"
@@ -87,7 +88,9 @@ class Terminal:
                 raise AssertionError(f"no {data!r} in {self.raw!r}")
 
     def press(self, keys: str) -> None:
-        """Type."""
+        """Type; Ctrl-C when the command waits, because one that comes just before is not heard."""
+        if keys == CTRL_C:
+            wait_until_asleep(self.pid)
         os.write(self._leader, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:

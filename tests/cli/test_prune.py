@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import shutil
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, process_env, run, run_json, run_process
+from tests.support.held import wait_until_asleep
 from tests.support.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
 KEEP = "last(2) | best(2, loss, min) | every(4000)"
@@ -457,11 +457,8 @@ class Terminal:
 
     def interrupt(self) -> int:
         """Press Ctrl-C and return the exit code."""
+        wait_until_asleep(self._process.pid)  # a signal just before it waits is not heard
         self._process.send_signal(signal.SIGINT)
-        # A signal that comes just before Python starts to read is noticed only when the next one comes. None may come
-        # after the answer, which the process shows before it ends.
-        while not select.select([self._leader], [], [], 2.0)[0]:
-            self._process.send_signal(signal.SIGINT)
         self._process.communicate(timeout=60)
         os.close(self._leader)
         return self._process.returncode

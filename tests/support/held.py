@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -166,9 +167,23 @@ def stop(pid: int) -> None:
         os.sched_yield()
 
 
+def wait_until_asleep(pid: int) -> None:
+    """Wait until all threads of a process wait for something: a signal is heard then.
+
+    One that comes after Python has looked for signals, and before its read blocks, is not.
+    """
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(state != "S" for state in _states(pid)):
+        assert time.monotonic() < deadline, f"process {pid} does not wait"
+        os.sched_yield()
+
+
 def _states(pid: int) -> list[str]:
-    stats = Path(f"/proc/{pid}/task").glob("*/stat")
-    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
+    states = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            states.append(stat.read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def temporary_files(directory: Path) -> list[str]:
