@@ -3,7 +3,7 @@
 
 >>> from ckptmgr.observe.events import Event
 >>> print(sentence(Event(name="save.durable", at=0.0, series="net", step=7, size_bytes=2_000_000, seconds=0.5)))
-save.durable net step 7: 2.0 MB in 0.50 s
+save.durable net step 7: 1.9 MiB in 0.50 s
 """
 
 from __future__ import annotations

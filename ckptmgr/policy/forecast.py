@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forecast of a run: shortage of disk, memory or time, each with its numbers and a hint. Pure.
 
->>> demand = Demand(save_bytes=2 * 10**9, keep=5, policy="last(5)", free_bytes=9 * 10**9)
+>>> demand = Demand(save_bytes=2 * 1024**3, keep=5, policy="last(5)", free_bytes=9 * 1024**3)
 >>> print(Forecast(demand=demand))
-a checkpoint takes 2.0 GB; last(5) keeps at most 5
-the disk has 9.0 GB free, room for 4 more; 12.0 GB are needed
-! the disk has 9.0 GB free, but last(5) and the save in progress need 12.0 GB: 6 checkpoints of 2.0 GB
-  hint: free 3.0 GB, or keep at most 3
+a checkpoint takes 2.0 GiB; last(5) keeps at most 5
+the disk has 9.0 GiB free, room for 4 more; 12.0 GiB are needed
+! the disk has 9.0 GiB free, but last(5) and the save in progress need 12.0 GiB: 6 checkpoints of 2.0 GiB
+  hint: free 3.0 GiB, or keep at most 3
 """
 
 from __future__ import annotations
