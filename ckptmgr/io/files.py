@@ -42,9 +42,13 @@ class FileHead(NamedTuple):
     identity: tuple[int, int]
 
 
+class NoRegularFile(OSError):
+    """A link, a pipe or a directory is in the place of a file."""
+
+
 def read_head(at: DirectoryEntry, most_bytes: int) -> FileHead:
-    """Return the first bytes of a regular file; in a held directory of no link."""
-    descriptor = _open_to_read(at.name, at.dir_fd)
+    """Return the first bytes of a regular file, which is no link."""
+    descriptor = _open_no_link(at.name, at.dir_fd)
     try:
         figures = _checked_figures(at.name, descriptor)
         wanted, data = min(figures.st_size, most_bytes), b""
@@ -59,20 +63,22 @@ def read_head(at: DirectoryEntry, most_bytes: int) -> FileHead:
 
 def _open_to_read(name: str, dir_fd: int | None) -> int:
     """Return a descriptor of a path, or of an entry of `dir_fd` that is no link."""
-    if dir_fd is None:
-        return os.open(name, _READING)
+    return os.open(name, _READING) if dir_fd is None else _open_no_link(name, dir_fd)
+
+
+def _open_no_link(name: str, dir_fd: int | None) -> int:
     try:
         return os.open(name, _READING | os.O_NOFOLLOW, dir_fd=dir_fd)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise OSError(errno.EINVAL, "is a link, not a regular file", name) from None
+        raise NoRegularFile(errno.EINVAL, "is a link, not a regular file", name) from None
 
 
 def _checked_figures(name: str, descriptor: int) -> os.stat_result:
     figures = os.fstat(descriptor)
     if not stat.S_ISREG(figures.st_mode):
-        raise OSError(errno.EINVAL, "not a regular file", name)
+        raise NoRegularFile(errno.EINVAL, "not a regular file", name)
     return figures
 
 
@@ -295,7 +301,7 @@ class ChangedFile:
         try:
             figures = os.fstat(reading)
             if not stat.S_ISREG(figures.st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
+                raise NoRegularFile(errno.EINVAL, "not a regular file", str(path))
             if figures.st_nlink > 1:
                 reason = "has other names, under which it would change as well; copy it first"
                 raise OSError(errno.EMLINK, reason, str(path))

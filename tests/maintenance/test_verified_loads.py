@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -202,6 +203,31 @@ def test_link_or_other_thing_in_place_of_the_data_is_refused_by_verify_as_by_res
         found = manager.resume()
         assert (found.step, len(found.skipped)) == (1, 1)
         assert "link or no regular file" in found.skipped[0].reason
+
+
+@pytest.mark.parametrize("replaced", [behind_a_link, of_a_pipe, of_a_directory])
+def test_link_or_other_thing_in_place_of_the_manifest_is_damage_to_every_reader(
+    tmp_path: Path, replaced: Callable[[Path], None]
+) -> None:
+    runs = tmp_path / "runs"
+    with CheckpointManager(runs, prefix="net") as manager:
+        manager.save(1, {"w": np.ones(2)})
+        manager.save(2, {"w": np.ones(2)})
+        newest = manager.latest()
+    assert newest is not None
+    path = newest.path
+    replaced(runs / manifest_name(path.name))
+    listed = json.loads(run("ls", runs, "--json").stdout)["items"]
+    assert sorted(one["state"] for one in listed) == ["corrupt", "ok"]
+    plan = run("prune", runs, "--keep", "last(1)", "--dry-run").stdout
+    for said in (plan, run("verify", runs).stdout, run("inspect", path).stderr):
+        assert "the manifest is a link or no regular file" in said
+    assert run("diff", runs / "net-1.ckpt", path).exit_code == 2
+    with pytest.raises(CorruptCheckpoint, match="the manifest is a link or no regular file"):
+        load_checkpoint(path)
+    with CheckpointManager(runs, prefix="net") as manager:
+        found = manager.resume()
+        assert (found.step, len(found.skipped)) == (1, 1)
 
 
 def test_link_in_place_of_the_file_of_a_rank_is_refused_by_verify(tmp_path: Path) -> None:

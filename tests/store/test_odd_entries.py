@@ -29,16 +29,24 @@ def entries(directory: Path) -> dict[str, tuple[int, int]]:
     return {one.name: (one.lstat().st_mode, one.lstat().st_mtime_ns) for one in directory.iterdir()}
 
 
-def test_manifest_in_place_of_a_linked_one_is_private(tmp_path: Path) -> None:
+def test_checkpoint_with_a_link_as_its_manifest_is_damaged_and_not_changed(
+    tmp_path: Path,
+) -> None:
     save(tmp_path, "plain", 1)
     path = tmp_path / manifest_name(NAME)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to("elsewhere")
     store = Store(tmp_path)
     (found,) = [one for one in store.scan() if one.name == NAME]
-    store.change_pins(found, lambda pins: (*pins, Pin(name="best", reason="")))
-    assert path.lstat().st_mode & 0o777 == 0o400
-    assert not path.is_symlink()
+    assert (found.state, found.problem) == (
+        State.CORRUPT,
+        "the manifest is a link or no regular file",
+    )
+    with pytest.raises(CorruptCheckpoint, match="the manifest is a link"):
+        store.change_pins(found, lambda pins: (*pins, Pin(name="best", reason="")))
+    with pytest.raises(CorruptCheckpoint, match="the manifest is a link"):
+        save(tmp_path, "plain", 2)
+    assert path.is_symlink()
 
 
 def test_huge_manifest_is_refused_by_its_size_alone(tmp_path: Path) -> None:

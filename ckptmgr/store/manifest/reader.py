@@ -12,6 +12,7 @@ from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, Unp
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.io.digest import differing_ranges
+from ckptmgr.io.files import NoRegularFile
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.store.manifest import codec as manifests
@@ -216,7 +217,14 @@ class ManifestReader:
 
     def _content(self, name: str) -> bytes:
         most_bytes = manifests.MAX_MANIFEST_BYTES
-        data, size_bytes, _ = self.fs.read_head(self.directory, name, most_bytes=most_bytes)
+        try:
+            data, size_bytes, _ = self.fs.read_head(self.directory, name, most_bytes=most_bytes)
+        except NoRegularFile:
+            raise CorruptCheckpoint(
+                "the manifest is a link or no regular file",
+                path=self.directory / name,
+                hint="put the file itself here, in place of the link",
+            ) from None
         if size_bytes > most_bytes:
             raise CorruptCheckpoint(
                 f"has {size_bytes} bytes, a manifest at most {most_bytes}",
