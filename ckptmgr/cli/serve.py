@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import threading
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socket import AF_INET6
+from socket import AF_INET6, getfqdn, gethostname
 from urllib.parse import urlsplit
 
 from ckptmgr.cli.exits import UsageProblem
@@ -18,6 +19,7 @@ from ckptmgr.maintenance.report.charts import shown
 
 _FRESH_S = 5.0  # a page is not made more often, however often it is asked for
 _TIMEOUT_S = 10.0
+_OTHER_NAME = "Ask by the IP address of this machine, or by its own name, or as localhost."
 _HEADERS = {
     "Content-Type": "text/html; charset=utf-8",
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:",
@@ -61,9 +63,8 @@ class ReportServer(AbstractContextManager["ReportServer"]):
     def __init__(self, address: str, pages: Mapping[str, Callable[[], str]]) -> None:
         host, port = parse_address(address)
         kept = {path: _Kept(make) for path, make in pages.items()}
-        names = _names_of(host)
         try:
-            self._server = _Server((host, port), lambda *given: _Handler(kept, names, *given))
+            self._server = _Server((host, port), lambda *given: _Handler(kept, *given))
         except OSError as error:
             raise UsageProblem(
                 f"--serve: {error.strerror or error}", hint="choose another port, or 0 for any"
@@ -126,10 +127,8 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
     timeout = _TIMEOUT_S
 
-    def __init__(
-        self, pages: Mapping[str, _Kept], names: frozenset[str] | None, *given: object
-    ) -> None:
-        self._pages, self._names = pages, names
+    def __init__(self, pages: Mapping[str, _Kept], *given: object) -> None:
+        self._pages = pages
         super().__init__(*given)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
@@ -144,9 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: standard error has the events of the watch."""
 
     def _answer(self) -> None:
-        # A page of another site could ask for ours under a name of its own that leads here.
-        if self._names is not None and _host_of(self.headers.get("Host", "")) not in self._names:
-            self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
+        if not _is_of_this_machine(_host_of(self.headers.get("Host", ""))):
+            self.send_error(HTTPStatus.MISDIRECTED_REQUEST, explain=_OTHER_NAME)
             return
         kept = self._pages.get(_path_of(self.path))
         if kept is None:
@@ -161,11 +159,22 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
 
-def _names_of(host: str) -> frozenset[str] | None:
-    """Return the names under which a loopback address may be asked; None for any."""
-    if not ipaddress.ip_address(host).is_loopback:
-        return None
-    return frozenset({"localhost", "127.0.0.1", "::1", host})
+def _is_of_this_machine(host: str) -> bool:
+    """Return whether a host is an address, or a name that no other site can have.
+
+    A page of another site could ask for ours in the browser of a reader, under a name of its own
+    that leads here (DNS rebinding). An address cannot be made to lead elsewhere.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host in _own_names()
+    return True
+
+
+@functools.cache
+def _own_names() -> tuple[str, str]:
+    return gethostname().lower(), getfqdn().lower()  # the second one may ask the network
 
 
 def _path_of(target: str) -> str:

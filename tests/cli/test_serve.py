@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 from pathlib import Path
+from socket import getfqdn, gethostname
 
 import pytest
 
@@ -120,10 +121,15 @@ def test_request_that_names_no_page_of_this_machine_is_refused(path: str, host: 
         assert ask(port, path, host=host)[0] in (404, 421)
 
 
-def test_address_of_all_networks_answers_under_any_name() -> None:
-    with ReportServer("0.0.0.0:0", {"/": lambda: "page"}) as server:
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "0.0.0.0:0"])
+def test_name_of_another_site_that_leads_here_is_refused_on_each_address(address: str) -> None:
+    with ReportServer(address, {"/": lambda: "page"}) as server:
         port = int(server.url.rpartition(":")[2].rstrip("/"))
-        assert ask(port, host="node7.example") == (200, "page")
+        for host in ("node7.example", "127.0.0.1.example", "localhost.example:8000"):
+            status, text = ask(port, host=host)
+            assert (status, "by the IP address" in text) == (421, True)
+        for host in ("10.0.0.5:8000", "[::1]:80", "LOCALHOST", gethostname(), getfqdn()):
+            assert ask(port, host=host) == (200, "page")
 
 
 def test_address_of_version_6_is_shown_in_brackets() -> None:
