@@ -7,7 +7,8 @@
 
 * A run appends to a file of its own under a temporary name and renames it at its end, so that
   several runs at a time lose nothing of each other. It then takes over what smaller files of
-  earlier runs say, those of killed ones, too, and removes these.
+  earlier runs say, those of killed ones, too, and removes these; a file of another machine when
+  it is a day old.
 * A record names the checkpoint that it is about by its id, which covers all digests, and the sizes
   and times of its files: of a checkpoint that was replaced or repaired since, it says nothing.
 * Every user with write permission can forge or remove one. So it decides nothing, makes no state on
@@ -46,6 +47,8 @@ _TEMP_OF = f"{_PREFIX}new{_SUFFIX}"
 _MAX_BYTES = 1 << 26
 _MAX_LINE_BYTES = 1 << 14
 _GROWTH = 2  # a file that is larger than twice the records merged into it stays as it is
+_FORGOTTEN_S = 86_400.0  # a run notes results far more often
+_AT = b', "at": "'  # in no JSON string: a quote there follows a backslash
 _LEVELS = [level.value for level in Level]
 _REMEMBERED = (Status.OK, Status.PLAIN, Status.PARTIAL, Status.DAMAGED, Status.MISSING)
 _STATUSES = [status.value for status in _REMEMBERED]
@@ -161,31 +164,38 @@ class Recorder:
 
     def _merged(self, entries: Mapping[str, FileStatus]) -> tuple[list[_Record], list[str]]:
         """Return one record for each name, and the files that need not stay."""
-        found: list[_Record] = []
         absorbed, size_bytes = [self._temp.name], self._size_bytes
+        own = entries.get(self._temp.name)
+        now_s = 0.0 if own is None else own.modified_at  # by the clock of the disk
         others = {
             name: status.size_bytes
             for name, status in entries.items()
-            if status.is_file and name != self._temp.name and self._is_finished(name)
+            if status.is_file
+            and name != self._temp.name
+            and self._is_finished(name, age_s=now_s - status.modified_at)
         }
         for name in sorted(others, key=lambda one: others[one]):
             if others[name] > _GROWTH * size_bytes:
                 break
-            found += _lines(self._store, self._folder / name)
             absorbed.append(name)
             size_bytes += others[name]
         by_name: dict[str, list[_Record]] = {}
-        for one in (*found, *self._own):
+        for one in (*_records_in(self._store, self._folder, absorbed[1:]), *self._own):
             by_name.setdefault(one.name, []).append(one)
         return [_last_word(records) for records in by_name.values()], absorbed
 
-    def _is_finished(self, name: str) -> bool:
-        """Return whether no run appends to a file any more."""
+    def _is_finished(self, name: str, *, age_s: float) -> bool:
+        """Return whether no run appends to a file any more, as far as this machine can know.
+
+        Of a run on another machine it cannot; one that goes on holds its own records in memory.
+        """
         if _is_final(name):
             return True
         found = parse_temp(name)
-        is_dead = found is not None and self._store.processes.is_dead(found[0]) is True
-        return is_dead and is_temp_of(name, _TEMP_OF)
+        if found is None or not is_temp_of(name, _TEMP_OF):
+            return False
+        is_dead = self._store.processes.is_dead(found[0])
+        return age_s > _FORGOTTEN_S if is_dead is None else is_dead
 
     def _write(self, records: Iterable[_Record]) -> None:
         fs, temp = self._store.fs, self._new_temp()
@@ -242,9 +252,8 @@ def _all_records(store: Store) -> dict[str, list[_Record]]:
             if names == before:
                 break
             found = {}
-            for name in names:
-                for record in _lines(store, folder / name):
-                    found.setdefault(record.name, []).append(record)
+            for record in _records_in(store, folder, names):
+                found.setdefault(record.name, []).append(record)
     return found
 
 
@@ -305,15 +314,30 @@ def _record_of(answer: Verification, files: Sequence[str], *, at: datetime) -> _
     )
 
 
-def _lines(store: Store, path: Path) -> list[_Record]:
-    """Return the records of a file, as far as they are some; none if it cannot be read."""
+def _records_in(store: Store, folder: Path, names: Iterable[str]) -> list[_Record]:
+    """Return the records of some files.
+
+    Of lines that differ only in their time the last one is parsed: killed runs leave many.
+    """
+    latest: dict[tuple[bytes, bytes], tuple[bytes, bytes]] = {}
+    for name in names:
+        for line in _lines(store, folder / name):
+            before, _, rest = line.partition(_AT)
+            at, _, after = rest.partition(b'"')
+            if at >= latest.get((before, after), (b"", b""))[0]:
+                latest[before, after] = at, line
+    found = (_parsed(line) for _, line in latest.values())
+    return [one for one in found if one is not None]
+
+
+def _lines(store: Store, path: Path) -> list[bytes]:
+    """Return the lines of a file; none if it cannot be read."""
     try:
         with contextlib.closing(store.fs.open(path)) as file:
             data = read_bytes(file, 0, min(file.size, _MAX_BYTES))
     except (FormatError, OSError):
         return []
-    found = (_parsed(line) for line in data.splitlines(keepends=True))
-    return [one for one in found if one is not None]
+    return data.splitlines(keepends=True)
 
 
 def _parsed(line: bytes) -> _Record | None:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,13 @@ class DeadProcesses:
 
     def is_dead(self, token: str) -> bool | None:
         return True
+
+
+class ProcessesElsewhere(DeadProcesses):
+    """All processes run on other machines."""
+
+    def is_dead(self, token: str) -> bool | None:
+        return None
 
 
 def records(directory: Path) -> list[Path]:
@@ -232,6 +241,38 @@ def test_results_of_a_killed_run_are_shown_and_taken_over(tmp_path: Path) -> Non
         next_run.note(verify_checkpoint(store, second))
     assert set(recall(store, [first, second])) == {first.name, second.name}
     assert len(records(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(("age_s", "is_taken_over"), [(3_600, False), (100_000, True)])
+def test_results_of_a_run_on_another_machine_are_taken_over_when_they_are_a_day_old(
+    age_s: int, is_taken_over: bool, tmp_path: Path
+) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path, processes=ProcessesElsewhere())
+    first, second = store.scan()
+    other = recorder(store, at=first.saved_at).__enter__()
+    other.note(verify_checkpoint(store, first))
+    (path,) = records(tmp_path)
+    before_s = path.stat().st_mtime - age_s
+    os.utime(path, (before_s, before_s))
+    with recorder(store, at=first.saved_at) as next_run:
+        next_run.note(verify_checkpoint(store, second))
+    assert path.exists() is not is_taken_over
+    assert set(recall(store, [first, second])) == {first.name, second.name}
+    other.close()  # it was alive, and has lost nothing
+    assert set(recall(store, [first, second])) == {first.name, second.name}
+
+
+def test_last_of_many_results_that_differ_in_their_time_alone_counts(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    for now_s in (NOW_S + 60, NOW_S, NOW_S + 120):  # as clocks of several machines
+        run("verify", tmp_path, now_s=now_s)
+        (path,) = records(tmp_path)
+        path.rename(tmp_path / f"checks-{now_s}.jsonl")
+    for path in tmp_path.glob("checks-*"):
+        path.rename(tmp_path / FOLDER_NAME / path.name)
+    ages = [one["at"] for one in checked(tmp_path) if one is not None]
+    assert ages == [datetime.fromtimestamp(NOW_S + 120, UTC).isoformat().replace("+00:00", "Z")] * 2
 
 
 def test_folder_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
