@@ -49,6 +49,8 @@ from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
 
+_NUMBERS = frozenset({bool, int, float, complex})
+
 
 class Restorer:
     """Compares one state with a stored one and fills it; see `tree.restore`.
@@ -121,6 +123,8 @@ class Restorer:
         """Return the value, or the step, or the parts and the step, that give the restored `target`."""
         kind = type(target)
         if target is None or (kind in PLAIN_TYPES and type(stored) in PLAIN_TYPES):
+            return Value(stored)
+        if kind in _NUMBERS and _is_single(stored):  # as of jit, or a loss that became a tensor
             return Value(stored)
         if kind is dict and isinstance(stored, dict):
             self._claim(target, stored, path)
@@ -252,6 +256,8 @@ class Restorer:
     def _plan_array(self, target: Any, stored: Any, path: Path, framework: Framework) -> Plan:
         if framework == "jax" and is_jax_key(target):
             return self._plan_record(JAX_KEY, target, stored, path)
+        if framework == "jax" and type(stored) in _NUMBERS and _is_single(target):
+            return Value(stored)
         if not isinstance(stored, np.ndarray):
             return self._differ_in_type(path, target, stored)
         if framework != "numpy":
@@ -376,6 +382,11 @@ class Restorer:
             else:
                 self._plan_generator(generator, made, path.index(index))
         return Value(target)
+
+
+def _is_single(value: Any) -> bool:
+    """Return whether a value is an array of one number, without dimensions."""
+    return framework_of(value) is not None and value.ndim == 0
 
 
 def _described(value: Any) -> str:

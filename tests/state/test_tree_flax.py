@@ -73,3 +73,41 @@ def test_train_state_keeps_its_functions(tmp_path: Path) -> None:
     assert restored["t"].params["w"].tolist() == [1, 1, 1]
     assert (restored["t"].tx, restored["t"].apply_fn) == (target.tx, len)
     assert type(restored["t"].opt_state[0]) is type(target.opt_state[0])
+
+
+def test_train_state_goes_on_whose_step_was_a_number_before_it_was_compiled(tmp_path: Path) -> None:
+    train_state: Any = pytest.importorskip("flax.training.train_state")
+    scales: Any = pytest.importorskip("flax.training.dynamic_scale")
+
+    class Scaled(train_state.TrainState):  # type: ignore[misc]
+        scale: Any = None
+
+    adam = optax.adam(0.1)
+
+    def made() -> Any:
+        weights, scale = {"w": jax.numpy.ones(3)}, scales.DynamicScale(growth_interval=2)
+        return Scaled.create(apply_fn=None, params=weights, tx=adam, scale=scale)
+
+    def stepped(state: Any) -> Any:
+        found = state.scale.value_and_grad(lambda p: (p["w"] ** 2).sum())(state.params)
+        return state.apply_gradients(grads=found[3], scale=found[0])
+
+    step = jax.jit(stepped)
+    expected = made()
+    for _ in range(5):
+        expected = step(expected)
+    saved = step(step(made()))
+    state = {"t": made()}
+    _saved(tmp_path, {"t": saved}).resume(state)
+    for _ in range(3):
+        state["t"] = step(state["t"])
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), state["t"], expected))
+    assert int(state["t"].step) == 5
+
+
+def test_array_takes_the_number_that_it_was_before_it_was_compiled(tmp_path: Path) -> None:
+    state = {"step": jax.numpy.int32(3), "rows": jax.numpy.ones(2)}
+    _saved(tmp_path, {"step": 0, "rows": jax.numpy.zeros(2)}).resume(state)
+    assert state["step"] == 0
+    with pytest.raises(StateMismatch, match=r"state\['step'\] is int32\[1\], stored is a int"):
+        _saved(tmp_path, {"step": 0}).resume({"step": jax.numpy.ones(1, "int32")})

@@ -55,6 +55,14 @@ def test_restore_replaces_plain_values_in_their_containers() -> None:
     assert same(target, {"step": 7, "name": "run", "best": 0.5, "lr": 0.1, "np": np.float32(2)})
 
 
+def test_restore_puts_an_array_of_one_number_where_a_number_was() -> None:
+    torch: Any = pytest.importorskip("torch")
+    restored: Any = saved({"n": np.array(3), "best": torch.ones(())}, {"n": 0, "best": 1.0})
+    assert (restored["n"], restored["best"].item()) == (3, 1.0)
+    with pytest.raises(StateMismatch, match=r"state\['n'\] is a int, stored is int64\[1\]"):
+        saved({"n": np.array([3])}, {"n": 0})
+
+
 def test_restore_puts_anything_where_nothing_was() -> None:
     target: dict[str, Any] = {"momentum": None}
 
