@@ -118,14 +118,18 @@ class DataState:
         self._has_gone_on = True
         if self._passes:
             self._warn_of_prefetching()
-            for one in self._passes.values():
-                one.is_open = one.is_open and one.is_iterated
+            self._close_left()
             places = {
                 name: _Place(one, one.count, one.parts.generators())
                 for name, one in self._passes.items()
                 if one.is_open
             }
             self._noted = _Noted(step, self._random.state_dict(), places)
+
+    def _close_left(self) -> None:
+        """Count the passes as ended that were left by `break`."""
+        for one in self._passes.values():
+            one.is_open = one.is_open and one.is_iterated
 
     def _warn_of_prefetching(self) -> None:
         """Warn once if another thread than that of the steps takes the batches, ahead of them."""
@@ -157,6 +161,9 @@ class DataState:
                 if self._passes.get(name) is place.of and place.of.is_open
             }
             random = self._noted.random
+            if len(places) < len(self._noted.places):  # another loader has ended beside them
+                places = {name: one for name, one in places.items() if one.of.is_iterated}
+                self._close_left()
         if not places:  # the passes have ended since, and the program went on
             random = self._random.state_dict()
         loaders = {name: one.to_state(places.get(name)) for name, one in self._passes.items()}
@@ -168,6 +175,11 @@ class DataState:
             raise UnsupportedState(
                 f"the state of a data loader cannot be stored: {error.message}", hint=error.hint
             ) from error
+
+    @property
+    def is_inside_pass(self) -> bool:
+        """Whether a pass that was restored, and has not begun, is to be continued."""
+        return any(one["is_open"] for one in self._pending.values())
 
     def forget(self) -> None:
         """Begin again, without places."""

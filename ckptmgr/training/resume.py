@@ -70,6 +70,7 @@ class Resumption:
             ranks than before; their values stay.
         fetched_from: Address of the checkpoint in the mirror, if it was downloaded because there was
             none here; else None.
+        is_inside_epoch: Whether a pass over `batches` had not ended when the checkpoint was saved.
         doubt: Why the genuine checkpoint is probably an older file under its name, or of another
             run; which newer checkpoint may return, because its data is missing or the disk cannot
             read it; or which other run in the series saved later or reaches a later step; or None.
@@ -84,6 +85,7 @@ class Resumption:
     skipped: tuple[Skipped, ...] = ()
     starts: int = 1
     kept: tuple[str, ...] = ()
+    is_inside_epoch: bool = False
     doubt: str | None = None
     fetched_from: str | None = None
 
@@ -106,6 +108,7 @@ class Resumption:
         starts: int = 1,
         doubt: str | None = None,
         kept: Sequence[str] = (),
+        is_inside_epoch: bool = False,
         fetched_from: str | None = None,
     ) -> Self:
         """Return the resumption from a checkpoint."""
@@ -120,6 +123,7 @@ class Resumption:
             starts=starts,
             doubt=doubt,
             kept=tuple(kept),
+            is_inside_epoch=is_inside_epoch,
             fetched_from=fetched_from,
         )
 
@@ -138,6 +142,25 @@ class Resumption:
             doubt=self.doubt,
             fetched_from=self.fetched_from,
         )
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch to go on with, counted from 0: `for epoch in range(start.next_epoch, epochs)`.
+
+        It is that of the checkpoint where a pass over `batches` had not ended, whose rest is to come;
+        else the one after it; 0 for a fresh start.
+
+        Raises:
+            ValueError: The checkpoint names no epoch.
+        """
+        if self.is_fresh:
+            return 0
+        if self.epoch is None:
+            name = f"step {self.step}" if self.checkpoint is None else self.checkpoint.path
+            raise ValueError(
+                f"{name} names no epoch: pass epoch= to step_end, and count epochs from 0"
+            )
+        return self.epoch if self.is_inside_epoch else self.epoch + 1
 
     @property
     def is_fresh(self) -> bool:
@@ -372,6 +395,7 @@ def _resume_state(
         starts=starts,
         doubt=found.doubt,
         kept=loaded.kept,
+        is_inside_epoch=data.is_inside_pass,
         fetched_from=None if fetched is None else fetched.url,
     )
 

@@ -299,7 +299,7 @@ def test_epoch_of_a_sampler_is_that_of_the_saved_pass(tmp_path: Path) -> None:
     def run(last: int, manager: CheckpointManager) -> list[list[float]]:
         loader, seen = Distributed(), []
         start = manager.resume({"n": 1})
-        for epoch in range(start.epoch or 0, 3):
+        for epoch in range(start.next_epoch, 3):
             for step, batch in enumerate(manager.batches(loader, epoch=epoch), start.step + 1):
                 seen.append(batch.tolist())
                 manager.step_end(step, {"n": 1}, epoch=epoch)
@@ -314,6 +314,72 @@ def test_epoch_of_a_sampler_is_that_of_the_saved_pass(tmp_path: Path) -> None:
     with saving(tmp_path / "cut") as manager:
         assert seen + run(6, manager) == expected
     assert len({tuple(one) for one in expected}) == 12
+
+
+def epochs_of(manager: CheckpointManager, epochs: int, *, last: int = 99) -> list[Any]:
+    """Train in whole epochs, each of which ends with a step; return what was drawn."""
+    loader, seen = Shuffled(), []
+    start = manager.resume({"n": 1})
+    for epoch in range(start.next_epoch, min(epochs, start.next_epoch + last)):
+        seen += [batch.tolist() for batch in manager.batches(loader)]
+        manager.step_end(PER_EPOCH * (epoch + 1), {"n": 1}, epoch=epoch)
+    return seen
+
+
+def test_epoch_that_had_ended_at_its_save_does_not_come_again(tmp_path: Path) -> None:
+    seed()
+    with saving(tmp_path / "uncut") as manager:
+        expected = epochs_of(manager, 3)
+    seed()
+    with saving(tmp_path / "cut") as manager:
+        seen = epochs_of(manager, 3, last=2)
+    with saving(tmp_path / "cut") as manager:
+        assert seen + epochs_of(manager, 3) == expected
+    with saving(tmp_path / "cut") as manager:
+        assert epochs_of(manager, 3) == []  # the run had ended
+
+
+@pytest.mark.parametrize("last", [2, 4], ids=["inside", "last batch"])
+def test_epoch_in_which_a_run_was_saved_goes_on(last: int, tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        assert manager.resume({"n": 1}).next_epoch == 0
+        for step, _ in enumerate(manager.batches(Shuffled()), start=1):
+            manager.step_end(step, {"n": 1}, epoch=6)
+            if step == last:
+                break
+    assert saving(tmp_path).resume({"n": 1}).next_epoch == 6
+
+
+def test_next_epoch_of_a_run_that_never_said_its_epoch_is_refused(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        manager.save(1, {"n": 1})
+    found = saving(tmp_path).resume({"n": 1})
+    with pytest.raises(ValueError, match=r"ckpt-1.ckpt.* names no epoch: pass epoch= to step_end"):
+        _ = found.next_epoch
+
+
+def test_loader_that_a_shorter_one_has_ended_begins_anew(tmp_path: Path) -> None:
+    """The exit saves a step after which `zip` left the second loader."""
+
+    def run(manager: CheckpointManager, epochs: int) -> list[Any]:
+        loaders: list[Any] = [Shuffled(), Global()]
+        seen = []
+        with manager:
+            start = manager.resume({"n": 1})
+            step = start.step
+            for epoch in range(start.next_epoch, epochs):
+                passes = [manager.batches(one, name=str(n)) for n, one in enumerate(loaders)]
+                for first, second in zip(*passes, strict=False):
+                    seen.append([first.tolist(), second.tolist()])
+                    step += 1
+                    manager.step_end(step, {"n": 1}, epoch=epoch)
+        return seen
+
+    seed()
+    expected = run(saving(tmp_path / "uncut", 100), 3)
+    seed()
+    seen = run(saving(tmp_path / "cut", 100), 2)
+    assert seen + run(saving(tmp_path / "cut", 100), 3) == expected
 
 
 def test_generator_that_is_named_is_put_back(tmp_path: Path) -> None:
