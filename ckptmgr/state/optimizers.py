@@ -19,8 +19,16 @@ from ckptmgr.state.paths import Path, StateMismatch
 _OF_A_CLASS = {"alpha", "amsgrad", "beta2_decay", "betas", "centered", "dampening", "etas", "lambd"}
 _OF_A_CLASS |= {"history_size", "lr_decay", "momentum", "momentum_decay", "nesterov", "rho"}
 _OF_A_CLASS |= {"step_sizes", "t0"}
-_OF_A_SCHEDULE = {"T_0", "T_max", "_schedulers", "end_factor", "factor", "gamma", "lr_lambdas"}
-_OF_A_SCHEDULE |= {"milestones", "patience", "power", "start_factor", "step_ratio", "step_size"}
+_OF_A_SCHEDULE = {"T_0", "T_max", "_milestones", "_schedulers", "end_factor", "factor", "gamma"}
+_OF_A_SCHEDULE |= {
+    "lr_lambdas",
+    "milestones",
+    "patience",
+    "power",
+    "start_factor",
+    "step_ratio",
+    "step_size",
+}
 _OF_A_SCHEDULE |= {"total_iters", "total_steps"}
 _OF_EACH_ELEMENT = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "exp_inf")
 _OF_TORCH = "torch.optim."
@@ -32,8 +40,7 @@ def class_of(optimizer: object) -> str:
 
     The module is part of it only for torch's own classes: programs move theirs.
     """
-    is_wrapped = type(optimizer).__module__.startswith("accelerate.")
-    kind = type(_unwrapped(optimizer) if is_wrapped else optimizer)
+    kind = type(_unwrapped(optimizer) if _is_of_accelerate(optimizer) else optimizer)
     return f"{_OF_TORCH if kind.__module__.startswith(_OF_TORCH) else ''}{kind.__name__}"
 
 
@@ -60,6 +67,10 @@ def check_same(problems: Iterable[tuple[Path, str]], *, hint: str) -> None:
         )
 
 
+def _is_of_accelerate(one: object) -> bool:
+    return type(one).__module__.startswith("accelerate.")
+
+
 def _unwrapped(optimizer: Any) -> Any:
     """Return the optimizer in Accelerate's wrapper, or the one that is given."""
     torch = sys.modules.get("torch")
@@ -70,15 +81,18 @@ def _unwrapped(optimizer: Any) -> Any:
 def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
     """Yield the path and the sentence of what torch's `load_state_dict` would take, or raise late.
 
-    Only optimizers whose state torch itself loads are compared.
+    Only optimizers whose state torch itself loads, as it is stored, are compared.
     """
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(target, torch.optim.Optimizer):
         return
     target = _unwrapped(target)
     is_torchs = type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
-    stored_groups = stored.get("param_groups")
-    if not is_torchs or not isinstance(stored_groups, list | tuple):
+    hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", None)  # that rewrite it
+    stored_groups, stored_state = stored.get("param_groups"), stored.get("state")
+    if not is_torchs or hooks:
+        return
+    if not (isinstance(stored_groups, list | tuple) and isinstance(stored_state, Mapping)):
         return
     groups, at = target.param_groups, path.key("param_groups")
     if len(groups) != len(stored_groups):
@@ -93,7 +107,21 @@ def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _P
         if type(target).__module__.startswith(_OF_TORCH):
             yield from _hyperparameter_problems(target, group, stored_group, at.index(index))
     if type(target).__module__.startswith(_OF_TORCH):
-        yield from _shape_problems(parameters, stored["state"], path.key("state"))
+        yield from _shape_problems(parameters, stored_state, path.key("state"))
+    yield from _order_problems(groups, stored_groups, at)
+
+
+def _order_problems(
+    groups: Iterable[Mapping[str, Any]], stored: Iterable[Mapping[str, Any]], path: Path
+) -> _Problems:
+    """Yield the parameters in another order, where both optimizers were given their names."""
+    names, stored_names = (
+        [name for group in one for name in group.get("param_names", ())] for one in (groups, stored)
+    )
+    if set(names) == set(stored_names):
+        for name, stored_name in zip(names, stored_names, strict=False):
+            if name != stored_name:
+                yield path, f"have {name} where {stored_name} is stored"
 
 
 def _hyperparameter_problems(
@@ -104,8 +132,8 @@ def _hyperparameter_problems(
         yield path.key(key), f"is not in the checkpoint, {why}"
     for key in sorted(_OF_A_CLASS & stored.keys() - group.keys()):
         yield path.key(key), f"is only in the checkpoint, {why}"
-    key = "decoupled_weight_decay"  # all that tells Adam from AdamW
-    if key in group and group[key] != stored.get(key, group[key]):
+    key = "decoupled_weight_decay"  # all that tells Adam from AdamW; an option of others
+    if key in group and "amsgrad" in group and group[key] != stored.get(key, group[key]):
         yield (
             path.key(key),
             f"is {group[key]}, stored is {stored[key]}: Adam and AdamW differ in it",
@@ -126,25 +154,18 @@ def _shape_problems(
 
 def schedule_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
     """Yield the hyperparameters that tell another schedule of torch; none for those of programs."""
-    inner = getattr(target, "scheduler", None)  # of Accelerate's wrapper
-    target = target if inner is None else inner
-    if type(target).__module__ == "torch.optim.lr_scheduler":
-        yield from _schedule_problems(type(target).__name__, target.state_dict(), stored, path)
-
-
-def _schedule_problems(
-    name: str, given: Mapping[str, Any], stored: Mapping[Any, Any], path: Path
-) -> _Problems:
+    target = getattr(target, "scheduler", target) if _is_of_accelerate(target) else target
+    if type(target).__module__ != "torch.optim.lr_scheduler":
+        return
+    why = f"whose schedule is another than this {type(target).__name__}"
+    given = target.state_dict()
     for key in sorted(_OF_A_SCHEDULE & given.keys() - stored.keys()):
-        yield path.key(key), f"is not in the checkpoint, whose schedule is another than this {name}"
+        yield path.key(key), f"is not in the checkpoint, {why}"
     for key in sorted(_OF_A_SCHEDULE & stored.keys() - given.keys()):
-        yield (
-            path.key(key),
-            f"is only in the checkpoint, whose schedule is another than this {name}",
-        )
+        yield path.key(key), f"is only in the checkpoint, {why}"
     at = path.key("_schedulers")
-    parts, stored_parts = given.get("_schedulers", ()), stored.get("_schedulers", ())
+    parts, stored_parts = getattr(target, "_schedulers", ()), stored.get("_schedulers", ())
     if len(parts) != len(stored_parts) and "_schedulers" in given.keys() & stored.keys():
         yield at, f"has {len(parts)} schedules, stored are {len(stored_parts)}"
     for index, (part, stored_part) in enumerate(zip(parts, stored_parts, strict=False)):
-        yield from _schedule_problems(f"part of a {name}", part, stored_part, at.index(index))
+        yield from schedule_problems(part, stored_part, at.index(index))

@@ -119,6 +119,9 @@ SCHEDULES: dict[str, Callable[[Any], Any]] = {
     "OneCycleLR": lambda one: OPTIM.lr_scheduler.OneCycleLR(one, 0.1, total_steps=9),
     "CyclicLR": lambda one: OPTIM.lr_scheduler.CyclicLR(one, 0.1, 0.2),
     "ReduceLROnPlateau": lambda one: OPTIM.lr_scheduler.ReduceLROnPlateau(one),
+    "ChainedScheduler": lambda one: OPTIM.lr_scheduler.ChainedScheduler(
+        [OPTIM.lr_scheduler.ConstantLR(one) for _ in range(2)], one
+    ),
     "SequentialLR": lambda one: in_sequence(one, 2),
     "SequentialLR of three": lambda one: in_sequence(one, 3),
 }
@@ -156,7 +159,7 @@ def test_schedule_with_other_parts_is_refused_by_the_place_of_the_part(tmp_path:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"schedule": chained("LinearLR")})
         manager.resume({"schedule": chained("LinearLR")})
-        message = r"\['_schedulers'\]\[1\]\['gamma'\] is not in the checkpoint.*part of a Chained"
+        message = r"\['_schedulers'\]\[1\]\['gamma'\] is not in .* than this ExponentialLR"
         with pytest.raises(StateMismatch, match=message):
             manager.resume({"schedule": chained("ExponentialLR")})
 
@@ -169,6 +172,43 @@ def test_schedule_of_a_program_is_not_compared(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"schedule": schedule("ConstantLR")})
         manager.resume({"schedule": own})
+
+
+def test_schedule_of_a_program_in_a_sequence_is_not_compared(tmp_path: Path) -> None:
+    class Own(OPTIM.lr_scheduler.StepLR):  # type: ignore[misc, name-defined]
+        pass
+
+    def sequence(*, has_power: bool) -> Any:
+        sgd = OPTIM.SGD(trained(adamw)["model"].parameters())
+        own: Any = Own(sgd, 3)
+        if has_power:
+            own.power = 2
+        return OPTIM.lr_scheduler.SequentialLR(sgd, [SCHEDULES["LinearLR"](sgd), own], [2])
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"schedule": sequence(has_power=False)})
+        assert manager.resume({"schedule": sequence(has_power=True)}).step == 1
+
+
+def test_object_that_holds_a_schedule_of_torch_is_not_compared(tmp_path: Path) -> None:
+    class Progress:
+        def __init__(self) -> None:
+            self.scheduler = schedule("StepLR")
+            self.epoch = 0
+
+        def state_dict(self) -> Any:
+            return {"epoch": self.epoch, "rates": self.scheduler.state_dict()}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            self.epoch = state_dict["epoch"]
+            self.scheduler.load_state_dict(state_dict["rates"])
+
+    saved, resumed = Progress(), Progress()
+    saved.epoch = 3
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"progress": saved})
+        manager.resume({"progress": resumed})
+    assert resumed.epoch == 3
 
 
 def test_length_of_a_schedule_is_that_of_the_checkpoint(tmp_path: Path) -> None:
@@ -214,6 +254,70 @@ def test_hyperparameters_that_a_scheduler_adds_are_taken(tmp_path: Path) -> None
 
     state = resume(tmp_path, scheduled, adamw)
     assert state["optimizer"].param_groups[0]["max_lr"] == 0.1
+
+
+def test_parameters_in_another_order_are_refused_by_their_names(tmp_path: Path) -> None:
+    def ordered(*names: str) -> _Make:
+        return lambda m: OPTIM.SGD([(name, m.get_parameter(name)) for name in names])
+
+    resume(tmp_path, ordered("0.bias", "1.bias"), ordered("0.bias", "1.bias"))
+    message = r"have 0.bias where 1.bias is stored\n.* have 1.bias where 0.bias is stored"
+    with pytest.raises(StateMismatch, match=message):
+        resume(tmp_path, ordered("0.bias", "1.bias"), ordered("1.bias", "0.bias"))
+
+
+def test_optimizer_whose_hook_rewrites_the_stored_state_is_not_compared(tmp_path: Path) -> None:
+    def in_two_groups(model: Any) -> Any:
+        optimizer = OPTIM.AdamW([{"params": [one.weight]} for one in model])
+
+        @optimizer.register_load_state_dict_pre_hook  # type: ignore[untyped-decorator, unused-ignore]
+        def split(_: Any, stored: Any) -> Any:
+            (group,) = stored["param_groups"]
+            groups = [{**group, "params": [number]} for number in group["params"]]
+            return {"state": stored["state"], "param_groups": groups}
+
+        return optimizer
+
+    def in_one_group(model: Any) -> Any:
+        return OPTIM.AdamW([one.weight for one in model])
+
+    state = resume(tmp_path, in_one_group, in_two_groups)
+    steps = [one["step"].item() for one in state["optimizer"].state.values()]
+    assert steps == [2, 2]
+
+
+def test_wrapper_that_stores_a_form_of_its_own_is_not_compared(tmp_path: Path) -> None:
+    class Lookahead(OPTIM.Optimizer):  # type: ignore[misc, name-defined]
+        def __init__(self, optimizer: Any) -> None:
+            self.optimizer = optimizer
+            self.param_groups = optimizer.param_groups
+
+        def step(self, closure: Any = None) -> None:
+            self.optimizer.step(closure)
+
+        def state_dict(self) -> Any:
+            fast = self.optimizer.state_dict()
+            groups = fast["param_groups"]
+            return {"fast_state": fast["state"], "slow_state": {}, "param_groups": groups}
+
+        def load_state_dict(self, state_dict: Any) -> None:
+            groups = state_dict["param_groups"]
+            fast = {"state": state_dict["fast_state"], "param_groups": groups}
+            self.optimizer.load_state_dict(fast)
+
+    def lookahead(model: Any) -> Any:
+        return Lookahead(adamw(model))
+
+    inner = resume(tmp_path, lookahead, lookahead)["optimizer"].optimizer
+    assert {one["step"].item() for one in inner.state.values()} == {2}
+
+
+def test_decoupled_decay_of_nadam_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    def nadam(*, is_decoupled: bool) -> _Make:
+        return lambda m: OPTIM.NAdam(m.parameters(), decoupled_weight_decay=is_decoupled)
+
+    state = resume(tmp_path, nadam(is_decoupled=True), nadam(is_decoupled=False))
+    assert state["optimizer"].param_groups[0]["decoupled_weight_decay"] is True
 
 
 def test_optimizer_that_loads_its_state_itself_is_not_compared(tmp_path: Path) -> None:
