@@ -60,7 +60,7 @@ def fit(
     checkpoints = ManagerCheckpoint(directory, config, **options.pop("callback", {}))
     trainer = lightning.Trainer(
         max_steps=steps,
-        callbacks=[checkpoints],
+        callbacks=[checkpoints, *options.pop("callbacks", [])],
         limit_val_batches=0,
         accelerator="cpu",
         logger=False,
@@ -216,6 +216,93 @@ def test_fit_with_another_schedule_is_refused_by_name(kind: str, tmp_path: Path)
     with pytest.raises(StateMismatch, match=message):
         fit(tmp_path, 6, model=scheduled(make))
     assert fit(tmp_path, 6, model=scheduled(step)).global_step == 6
+
+
+class Emptying(Optimized):
+    """Takes a part of the state out of a checkpoint, as Lightning's hook allows."""
+
+    def __init__(self, make: Callable[[Any], Any], name: str, count: int) -> None:
+        super().__init__(make)
+        self.name, self.count = name, count
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leave `count` of the states."""
+        checkpoint[self.name] = checkpoint[self.name][: self.count]
+
+
+def adam_by_steps(layer: Any) -> Any:
+    optimizer = adam(layer)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 3)]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fit_whose_module_empties_the_stored_schedules_begins_one_anew(tmp_path: Path) -> None:
+    def adam_at_a_constant(layer: Any) -> Any:
+        optimizer = adam(layer)
+        return [optimizer], [torch.optim.lr_scheduler.ConstantLR(optimizer)]
+
+    fit(tmp_path, model=Optimized(adam_by_steps))
+    trainer = fit(tmp_path, 6, model=Emptying(adam_at_a_constant, "lr_schedulers", 0))
+    assert trainer.global_step == 6
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fit_with_a_schedule_where_there_was_none_begins_it(tmp_path: Path) -> None:
+    fit(tmp_path, model=Optimized(adam))
+    assert fit(tmp_path, 6, model=Optimized(adam_by_steps)).global_step == 6
+
+
+class Manual(Emptying):
+    """Steps each of its optimizers."""
+
+    def __init__(self, make: Callable[[Any], Any], name: str, count: int) -> None:
+        super().__init__(make, name, count)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Step."""
+        optimizers = self.optimizers()
+        self.manual_backward(self(batch).sum())
+        for one in optimizers if isinstance(optimizers, list) else [optimizers]:
+            one.step()
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fit_whose_module_takes_out_an_optimizer_is_compared_by_the_rest(tmp_path: Path) -> None:
+    def one(layer: Any) -> Any:
+        return torch.optim.Adam([layer.weight])
+
+    def two(layer: Any) -> Any:
+        return [one(layer), torch.optim.SGD([layer.bias])]
+
+    def fitted(make: Any, count: int, epochs: int) -> Any:
+        model = Manual(make, "optimizer_states", count)
+        return fit(tmp_path, -1, model=model, max_epochs=epochs, limit_train_batches=2)
+
+    fitted(two, 2, 1)
+    with pytest.raises(StateMismatch, match="are 2, and this fit has 1"):
+        fitted(one, 2, 2)
+    with pytest.raises(StateMismatch, match="another than SGD"):
+        fitted(lambda layer: torch.optim.SGD([layer.weight]), 1, 2)
+    assert fitted(one, 1, 2).current_epoch == 2
+
+
+@pytest.mark.usefixtures("quiet")
+def test_fit_goes_on_after_weights_began_to_be_averaged(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    def averaged(epochs: int) -> Any:
+        return fit(
+            tmp_path,
+            -1,
+            model=Optimized(adam_by_steps),
+            max_epochs=epochs,
+            limit_train_batches=2,
+            callbacks=[StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)],
+        )
+
+    averaged(3)
+    assert averaged(5).global_step == 10
 
 
 @pytest.mark.usefixtures("quiet")

@@ -15,6 +15,7 @@ from ckptmgr.state.paths import Path
 _CLASSES = "ckptmgr_optimizers"
 _STATES = "optimizer_states"
 _SCHEDULES = "lr_schedulers"
+_OF_AVERAGING = "anneal_epochs"
 
 
 def note_classes(optimizers: list[Any], checkpoint: dict[str, Any]) -> None:
@@ -54,14 +55,20 @@ def _optimizer_problems(
     if len(optimizers) != len(states):
         yield at, f"are {len(states)}, and this fit has {len(optimizers)}"
         return
-    classes = stored.get(_CLASSES, [None] * len(states))
+    classes = stored.get(_CLASSES, ())
+    if len(classes) != len(states):  # not recorded; or the module has rewritten the states
+        classes = [None] * len(states)
     for index, (one, state, kind) in enumerate(zip(optimizers, states, classes, strict=True)):
         yield from all_problems(one, state, kind, at.index(index))
 
 
 def _schedule_problems(trainer: Any, stored: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
-    states, at = stored.get(_SCHEDULES, []), Path().key(_SCHEDULES)
+    states, at = stored.get(_SCHEDULES), Path().key(_SCHEDULES)
+    if not states:
+        return  # there were none, or the module has emptied them: they begin anew
+    if not schedules and _OF_AVERAGING in states[0]:
+        return  # StochasticWeightAveraging takes the others away, and gives its own back later
     if len(schedules) != len(states):
         yield at, f"are {len(states)}, and this fit has {len(schedules)}"
         return
