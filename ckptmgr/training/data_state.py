@@ -13,7 +13,7 @@ program without them still works. Rules, each found by failing:
 * Between two passes nothing is skipped: `resume` itself puts the generators back.
 * A save at the exit of the manager is of the last step that ended. A batch that was fetched after
   it, and left by `break`, comes again.
-* A loader of Accelerate fetches the next batch before it gives one. So the numbers that this fetch
+* A loader of Accelerate or Ray fetches the next batch before it gives one. So the numbers that this fetch
   drew, and the one before it, are put back before the last batches that are skipped.
 * A pass that was left before a step ended is over: the program that was saved begins a new one.
 * A loader that is continued steps later, such as one of validation, leaves the random numbers that
@@ -252,17 +252,18 @@ class DataState:
             place.is_iterated = False
 
     def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:
-        """Yield batches; note the random numbers before a fetch that is one batch ahead."""
-        if not place.parts.is_ahead:
-            yield from iterator
-            return
+        """Yield batches; note the random numbers before a fetch that is one batch ahead.
+
+        There is no second `iter`, as of `yield from`: it begins some loaders anew.
+        """
         while True:
-            before = self._random.state_dict()
+            before = self._random.state_dict() if place.parts.is_ahead else None
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
-            place.before = (*place.before[-1:], before)
+            if before is not None:
+                place.before = (*place.before[-1:], before)
             yield batch
 
     def _as_drawn(

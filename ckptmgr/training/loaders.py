@@ -20,11 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from ckptmgr.state.arrays import is_instance_by_name
 from ckptmgr.state.random import build_generator, generator_kind, generator_state, set_generator
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
 _MAX_DEPTH = 3
 _MOST_ARRAYS, _MOST_NUMBERS = 8, 16  # of a batch, that distinguish it from others
+_OF_RAY = "ray.train.torch.train_loop_utils"
 _EPOCHS = ("epoch", "iteration", "_epoch")
 
 
@@ -66,11 +68,12 @@ class LoaderParts:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether it is a loader of Accelerate, which fetches a batch before it gives the last one.
+        """Whether it fetches a batch before it gives the last one: a loader of Accelerate or Ray.
 
-        Its `state_dict` has neither the order nor the random numbers of that fetch.
+        The `state_dict` of Accelerate's has neither the order nor the random numbers of that fetch.
         """
-        return hasattr(self.loader, "use_stateful_dataloader")
+        is_of_ray = is_instance_by_name(self.loader, _OF_RAY, "_WrappedDataLoader")
+        return is_of_ray or hasattr(self.loader, "use_stateful_dataloader")
 
     @property
     def is_torch(self) -> bool:

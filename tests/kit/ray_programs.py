@@ -20,7 +20,7 @@ import ray.train
 import torch
 from ray.train import CheckpointConfig as RayCheckpointConfig
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, prepare_data_loader
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,12 +32,25 @@ MOST_STEPS = 100_000
 KEY = bytes(range(32))
 
 
+class Noisy(torch.utils.data.Dataset[Any]):
+    """Rows with noise of the global generator, which a prepared loader draws one batch ahead."""
+
+    def __len__(self) -> int:
+        return EPOCH * 8
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.full((4,), index / 32) + 0.1 * torch.randn(4)
+        return row, row.sum(0, keepdim=True)
+
+
 def loop(config: dict[str, Any]) -> None:
     """Train; a worker kills itself once after the save of the step `cut`."""
     rank = ray.train.get_context().get_world_rank()
     torch.manual_seed(rank)
     inputs = torch.randn(EPOCH * 8, 4)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 8, shuffle=True)
+    if config.get("is_prepared"):
+        loader = prepare_data_loader(DataLoader(Noisy(), 8, shuffle=True))
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -72,10 +85,15 @@ def _mean(gradient: torch.Tensor | None) -> None:
         torch.distributed.all_reduce(gradient)
 
 
-def local(directory: str, steps: int) -> object:
+def local(directory: str, steps: int, **options: Any) -> object:
     """Train in the program itself, as the kit does."""
-    result = fit({"directory": directory, "steps": steps, "every": 1}, f"{directory}/ray", 0)
-    return load_reported(result.checkpoint, key=KEY)
+    config = {"directory": directory, "steps": steps, "every": 1, **options}
+    return load_reported(fit(config, f"{directory}/ray", 0).checkpoint, key=KEY)
+
+
+def prepared(directory: str, steps: int) -> object:
+    """Train with a loader of `prepare_data_loader`, whose `iter` begins it anew."""
+    return local(directory, steps, is_prepared=True)
 
 
 def fit(config: dict[str, Any], storage: str, workers: int, *, failures: int = 0) -> Any:

@@ -18,7 +18,7 @@ from ckptmgr import CheckpointConfig, CheckpointNotFound, UnsupportedCheckpoint,
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.cli.running import key_file
-from tests.kit.cuts import every_cut
+from tests.kit.cuts import KILLS_AT_EDGES, every_cut
 from tests.test_examples import MOST_LINES, lines_of
 
 pytest.importorskip("torch")
@@ -32,7 +32,9 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ray_train.py"
-PROGRAMS = {"tests/kit/ray_programs.py:local": {"steps_per_epoch": 4, "keep": 2, "fork": True}}
+OWN = "tests/kit/ray_programs.py"
+PROGRAMS = {f"{OWN}:local": {"steps_per_epoch": 4, "keep": 2, "fork": True}}
+PREPARED = {f"{OWN}:prepared": {"steps_per_epoch": 4, "keep": 2, "fork": True}}
 # Ray asks its workers every two seconds, and the nodes every five.
 FAST = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.2"}
 
@@ -40,6 +42,14 @@ FAST = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2", "RAY_TRAIN_PREEMPTION_POLL_I
 @every_cut(PROGRAMS)
 @pytest.mark.usefixtures("kit")
 def test_local_mode_goes_on_as_if_it_had_not_been_cut(
+    cut: str, check: Callable[[str], None]
+) -> None:
+    check(cut)
+
+
+@every_cut(PREPARED, KILLS_AT_EDGES)
+@pytest.mark.usefixtures("kit")
+def test_prepared_loader_goes_on_at_the_edges_of_an_epoch(
     cut: str, check: Callable[[str], None]
 ) -> None:
     check(cut)
