@@ -129,3 +129,27 @@ def test_marks_explain_themselves_and_are_told_apart_without_colour(
     )
     assert len(set(radii)) == 3
     assert None not in radii
+
+
+def test_curve_is_a_line_with_whole_labels_clear_of_its_marks(
+    browser: Chrome, tmp_path: Path
+) -> None:
+    steps = [1_000_000, 5_000_000, 10_000_000]
+    save_run(tmp_path / "runs", steps, metrics={one: {"loss": 1.25e10 / one**2} for one in steps})
+    target = tmp_path / "report.html"
+    assert run("report", tmp_path / "runs", "-o", target).exit_code == 0
+    browser.get(target.as_uri())
+    outside = """return [...document.querySelectorAll('svg text')].filter(label => {
+        const box = label.getBBox(), room = label.ownerSVGElement.viewBox.baseVal
+        return box.x < 0 || box.x + box.width > room.width || box.y < 0 || box.y + box.height > room.height
+    }).map(label => label.textContent)"""
+    assert browser.execute_script(outside) == []
+    covered = """const marks = [...document.querySelectorAll('svg circle')].map(mark => mark.getBBox())
+        return [...document.querySelectorAll('svg text')].filter(label => {
+            const box = label.getBBox()
+            return marks.some(mark => mark.x < box.x + box.width && box.x < mark.x + mark.width
+                && mark.y < box.y + box.height && box.y < mark.y + mark.height)
+        }).map(label => label.textContent)"""
+    assert browser.execute_script(covered) == []
+    fill = "return getComputedStyle(document.querySelector('svg polyline')).fill"
+    assert browser.execute_script(fill) == "none"

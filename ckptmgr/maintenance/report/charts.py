@@ -16,7 +16,7 @@ from ckptmgr.maintenance.report.model import Entry, Fate
 from ckptmgr.observe.events import Event
 
 WIDTH, HEIGHT = 720, 200
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 14, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 14, 26
 _APART = 18
 _MOST_MARKS = 1500  # more cannot be distinguished, and make the page slow
 _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, Fate.GONE: 3.0}
@@ -49,9 +49,11 @@ def metric_chart(
     parts = []
     if known:
         line = " ".join(f"{at:.1f},{up:.1f}" for at, up in sorted(points, key=lambda p: p[0]))
+        parts += [_grid_line(y(one)) for one in {low, high}]
         parts.append(f'<polyline class="curve" points="{line}"/>')
-        parts += [_label(_LEFT - 6, y(one) + 4, f"{one:.4g}", "end") for one in {low, high}]
-    parts += [_label(x(one), HEIGHT - 6, f"{one:,}", "middle") for one in {min(steps), max(steps)}]
+        parts += [_label(_LEFT - 12, y(one) + 4, f"{one:.4g}", "end") for one in {low, high}]
+    anchors = {max(steps): "end", min(steps): "start"}  # one place for both, if they are equal
+    parts += [_label(x(one), HEIGHT - 4, f"{one:,}", anchor) for one, anchor in anchors.items()]
     parts += [
         _mark(x(step), base if value is None else y(value), one, metric)
         for step, value, one in values
@@ -118,6 +120,10 @@ def _svg(title: str, parts: Sequence[str]) -> str:
         + "".join(parts)
         + "</svg>"
     )
+
+
+def _grid_line(y: float) -> str:
+    return f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>'
 
 
 def _label(x: float, y: float, text: str, anchor: str) -> str:

@@ -43,13 +43,13 @@ body { margin: 0 auto; max-width: 70rem; padding: 1rem; background: var(--back);
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; margin: .2rem 0 }
 h2 { font-size: 1.1rem; margin: 1.8rem 0 .4rem }
 a { color: var(--kept) } p { margin: .3rem 0 } .dim, figcaption { color: var(--dim); font-size: .875rem }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: .6rem; margin: 1rem 0 }
+dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .6rem; margin: 1rem 0 }
 dl div { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .75rem }
 dt { color: var(--dim); font-size: .875rem } dd { margin: 0; font-size: 1.15rem }
 figure { margin: .5rem 0 } .scroll { overflow-x: auto }
 svg { display: block; width: 100%; min-width: 34rem; height: auto; border: 1px solid var(--line); border-radius: .5rem }
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim) }
-.curve { fill: none; stroke: var(--dim); stroke-width: 1.2 }
+.curve { fill: none; stroke: var(--dim); stroke-width: 1.2 } .grid { stroke: var(--line); stroke-dasharray: 4 3 }
 .kept { fill: var(--kept) } .goes { fill: var(--back); stroke: var(--goes); stroke-width: 2 }
 .damaged { stroke: var(--bad); stroke-width: 2.5; fill: none } .trash, .gone { fill: var(--trash) }
 .durable { fill: var(--fill) } .blocked { fill: var(--kept) }
@@ -88,7 +88,7 @@ def _document(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
 
 def _head(report: RunReport) -> Iterable[str]:
     yield f"<h1>{shown(str(report.directory))}</h1>"
-    yield f'<p class="dim">made {utc(report.made_at)} by ckptmgr report from manifests; nothing was verified</p>'
+    yield f'<p class="dim">made {utc(report.made_at)} by ckptmgr report from manifests and results of verify</p>'
     keeps = "no retention policy" if report.policy is None else f"policy {report.policy}"
     yield f"<p>{shown(keeps)}</p>"
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
