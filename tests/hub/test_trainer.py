@@ -337,26 +337,39 @@ def test_another_model_is_refused_also_where_the_callback_is_added_later(tmp_pat
             trainer.train(resume_from_checkpoint=checkpoints.materialize())
 
 
-def test_training_that_does_not_resume_beside_checkpoints_is_warned_of_once(
+def test_training_that_does_not_resume_beside_checkpoints_is_refused_before_a_step(
     tmp_path: Path,
 ) -> None:
     train(tmp_path)
     with CheckpointCallback(tmp_path / "runs") as checkpoints:
         trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
-        with pytest.warns(UserWarning, match="without it: write") as caught:
+        with pytest.raises(ValueError, match="without it") as caught:
             trainer.train()
-    said = [str(one.message) for one in caught if "without it" in str(one.message)]
     assert re.fullmatch(
         r".*ckpt-6.ckpt is of step 6, and this training begins at step 0, without it: write"
-        r" trainer.train\(resume_from_checkpoint=checkpoints.materialize\(\)\) .*",
-        "".join(said),
+        r" trainer.train\(resume_from_checkpoint=checkpoints.materialize\(\)\) .*start='new'.*",
+        str(caught.value),
     )
+    assert trainer.state.global_step == 0
+    assert train(tmp_path, max_steps=7).state.global_step == 7  # the run goes on
 
 
-def test_training_in_an_empty_directory_is_not_warned_of(tmp_path: Path) -> None:
-    with warnings.catch_warnings(), CheckpointCallback(tmp_path / "runs") as checkpoints:
-        warnings.filterwarnings("error", message=".*without it")
+def test_training_that_is_to_begin_anew_begins_beside_the_checkpoints(tmp_path: Path) -> None:
+    train(tmp_path)
+    with CheckpointCallback(tmp_path / "runs", start="new") as checkpoints:
+        trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
+        trainer.train()
+        trainer.train()
+    assert CheckpointManager(tmp_path / "runs").resume().step == 2
+    assert {one.step for one in CheckpointManager(tmp_path / "runs").checkpoints()} >= {2, 6}
+    with pytest.raises(ValueError, match="start must be 'newest' or 'new', but got 'old'"):
+        CheckpointCallback(tmp_path / "runs", start="old")  # type: ignore[arg-type]
+
+
+def test_training_in_an_empty_directory_begins_without_materialize(tmp_path: Path) -> None:
+    with CheckpointCallback(tmp_path / "runs") as checkpoints:
         new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2).train()
+    assert CheckpointManager(tmp_path / "runs").resume().step == 2
 
 
 def test_directory_that_is_made_and_not_given_to_the_trainer_is_an_error(tmp_path: Path) -> None:

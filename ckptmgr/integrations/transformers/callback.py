@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         directory: Directory of the checkpoints.
         config: When and how to save, and what to keep. Metrics have the names of the Trainer:
             `loss`, `eval_loss` and so on; a checkpoint has those that were logged at its step.
+        start: `newest`, or `new` to allow `train()` to begin at step 0 beside the present checkpoints,
+            without `materialize()`.
         options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
             no `coordinator`, because only training in one process is supported.
 
@@ -71,13 +73,18 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self,
         directory: str | os.PathLike[str],
         config: CheckpointConfig | None = None,
+        *,
+        start: Literal["newest", "new"] = "newest",
         **options: Any,
     ) -> None:
+        if start not in ("newest", "new"):
+            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
         if options.get("coordinator") is not None:
             raise ValueError(
                 "coordinator= has no effect in CheckpointCallback, which saves runs of one process: leave it out"
             )
         self.manager = CheckpointManager(directory, config, **options)
+        self._start = start
         self._has_key = config is not None and config.enc_key is not None
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
@@ -194,7 +201,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Begin to watch for signals; refuse what cannot be saved, or does not fit the checkpoint.
 
         Raises:
-            ValueError: `materialize()` was called, and the training begins elsewhere.
+            ValueError: The training does not begin at the newest checkpoint.
             StateMismatch: The checkpoint is of another model, or of another optimizer.
         """
         self._check_is_entered()
@@ -259,17 +266,18 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._open.close()
 
     def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
-        """Compare what the Trainer has loaded with the checkpoint; warn if it loads none of them."""
+        """Compare what the Trainer has loaded with the checkpoint; refuse it if it loads none."""
         self._model = kwargs["model"]
         self._check_model()
         self._model = self._stored_model = None
         has_asked, self._has_asked = self._has_asked, False
         newest = None if has_asked else self.manager.latest()
-        if newest is not None:
-            warnings.warn(
+        if newest is not None and self._start == "new":
+            self.manager.resume(start="new")
+        elif newest is not None:
+            raise ValueError(
                 f"{newest.path} is of step {newest.step}, and this training begins at step {state.global_step}, without it:"
-                f" write {CALL} to go on from it, or use another directory or prefix for a new run",
-                stacklevel=2,
+                f" write {CALL} to go on from it, or begin a new run beside it with CheckpointCallback(..., start='new')"
             )
         if self._resumed is None:
             return
