@@ -58,14 +58,14 @@ def print_csv(report: RunReport) -> None:
     """Print a line for each checkpoint, oldest first, under a header; RFC 4180."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow([*_COLUMNS, *(f"metric:{name}" for name in report.metrics)])
+    writer.writerow([*_COLUMNS, *(f"metric:{escape(name)}" for name in report.metrics)])
     for one in report.entries:
         fields = _entry_json(one)
         fields["why"] = "; ".join(one.why)
         cells = [fields[name] for name in _COLUMNS]
         cells += [one.metrics.get(name) for name in report.metrics]
         writer.writerow(["" if cell is None else _csv_cell(cell) for cell in cells])
-    click.echo(text.getvalue().encode("utf-8", "surrogateescape"), nl=False)
+    click.echo(text.getvalue().encode(), nl=False)
 
 
 def print_markdown(report: RunReport) -> None:
@@ -179,8 +179,8 @@ def _failure_json(event: Event) -> dict[str, Json]:
 
 def _csv_cell(cell: Json) -> str:
     """Return a cell; a text that a spreadsheet would calculate is quoted for it."""
-    text = str(cell)
-    return f"'{text}" if isinstance(cell, str) and text[:1] in ("=", "+", "-", "@", "\t") else text
+    text = escape(str(cell))
+    return f"'{text}" if isinstance(cell, str) and text[:1] in ("=", "+", "-", "@") else text
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -16,11 +16,12 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.urls import SCHEMES, without_secrets
 
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
 _ESCAPED = re.compile(r"[\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _PASSWORD = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
@@ -277,6 +278,12 @@ class ObstoreObjects:
     def _errors(self, key: str) -> Iterator[None]:
         errors = self._obstore.exceptions
         place = f"{self.url}/{key}"
+        if _NO_KEY.search(key):
+            raise UnsupportedCheckpoint(
+                "no object can have a name with control characters, or one that is not UTF-8",
+                path=place,
+                hint="save with another prefix",
+            )
         try:
             yield
         except (errors.NotFoundError, FileNotFoundError) as error:
@@ -289,6 +296,9 @@ class ObstoreObjects:
             ) from _safe(error)
         except (errors.PermissionDeniedError, errors.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _first_line(error), place) from _safe(error)
+        except errors.InvalidPathError as error:
+            what = f"{_first_line(error)}; remove or rename that object with the tool of the store"
+            raise ConnectionError(errno.ECONNABORTED, what, place) from _safe(error)
         except errors.BaseError as error:
             raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from _safe(error)
         except BaseException as error:

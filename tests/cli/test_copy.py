@@ -139,6 +139,19 @@ def test_name_that_is_taken_here_or_there_is_refused(runs: Path, tmp_path: Path)
     assert "another file has this name here" in here.stderr
 
 
+@pytest.mark.parametrize("series", ["a\nb", "\x1b[31m", b"\xff".decode("utf-8", "surrogateescape")])
+def test_name_that_no_object_can_have_is_refused_and_the_others_are_copied(
+    runs: Path, series: str
+) -> None:
+    save_run(runs, [4], series=series)
+    url = new_url()
+    result = run("copy", runs, url)
+    assert result.exit_code == 3
+    assert "no object can have a name with control characters" in result.stderr
+    assert "hint: save with another prefix" in result.stderr
+    assert listed(open_objects(url)).keys() == _NAMES
+
+
 def test_file_without_a_manifest_is_refused(runs: Path) -> None:
     (runs / "net-1_1.ckpt.manifest.json").unlink()
     result = run("copy", runs / "net-1_1.ckpt", new_url())

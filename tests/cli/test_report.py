@@ -185,6 +185,14 @@ def test_checkpoint_in_the_trash_is_shown_as_such(tmp_path: Path) -> None:
     assert document["summary"]["space"]["trash_bytes"] > 0
 
 
+def test_names_that_steer_a_terminal_or_are_no_utf_8_are_spelled_out_in_csv(tmp_path: Path) -> None:
+    name = b"\x1b[31m\xff".decode("utf-8", "surrogateescape")
+    save_run(tmp_path, [1], series=name, metrics={1: {"a\r\n\u202eb": 1.0}})
+    (row,) = csv.DictReader(run("report", tmp_path, "--csv").stdout.splitlines())
+    assert row["series"] == r"\x1b[31m\udcff"
+    assert row["metric:" + r"a\r\n\u202eb"] == "1.0"
+
+
 def test_names_from_files_are_text_on_the_page_and_no_formula_in_csv(tmp_path: Path) -> None:
     hostile = "<script>alert(1)</script>"
     save_run(tmp_path, [10], metrics={10: {hostile: 1.0}}, series="=cmd")

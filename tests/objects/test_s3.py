@@ -183,3 +183,28 @@ def test_wrong_endpoint_is_an_error_that_names_the_address(
     result = run("copy", tmp_path / "runs", url)
     assert result.exit_code == 2
     assert url in result.stderr
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+@pytest.mark.parametrize("key", ["run//a", "run/data//a", "run/../a", "run/\x1b[31m"])
+def test_object_whose_name_cannot_be_listed_is_named_with_the_way_out(
+    new_bucket: Callable[..., str], server: str, tmp_path: Path, key: str
+) -> None:
+    import boto3
+
+    url = new_bucket()
+    save_run(tmp_path, [1])
+    assert run("copy", tmp_path, url).exit_code == 0
+    bucket = url.removeprefix("s3://").removesuffix("/run")
+    client = boto3.client("s3", endpoint_url=server)
+    client.put_object(Bucket=bucket, Key=key, Body=b"")
+    result = run("ls", url)
+    assert result.exit_code == 2
+    assert "remove or rename that object with the tool of the store" in result.stderr
+    with (
+        CheckpointManager(tmp_path / "new", prefix="net", mirror=url) as manager,
+        pytest.raises(ConnectionError, match="remove or rename that object"),
+    ):
+        manager.resume()  # a fresh start would lose the run
+    client.delete_object(Bucket=bucket, Key=key)
+    assert _listed(url) == {1: State.OK}
