@@ -38,15 +38,13 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.checks import Framework, check_framework, check_is_bool, check_trusted_keys
-from ckptmgr.config.keys import resolve_keys
+from ckptmgr.config.checks import Framework, check_framework, check_is_bool
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointFileNotFound, UnsupportedCheckpoint
-from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.bulk import confirm_index
 from ckptmgr.files.load.mapped import MappedTensors
 from ckptmgr.files.load.open import OpenCheckpoint, open_source, with_manifest
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.options import ReadOptions, read_options
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.formats.source import Source
 from ckptmgr.io.files import CachedFile
@@ -108,20 +106,12 @@ def open_checkpoint(
         raise ValueError(
             "mmap gives read-only NumPy arrays over the file; leave it out for a framework"
         )
-    options = ReadOptions(
-        trust=Trust(
-            keys=resolve_keys(
-                "dec_key",
-                dec_key,
-                mode=dec_mode or "AES-GCM",
-                format="ckpt" if dec_mode else "safetensors",
-                is_for_reading=True,
-            ),
-            trusted_keys=check_trusted_keys(trusted_keys),
-            allow_unsealed=allow_unsealed,
-            allow_unencrypted=allow_unencrypted,
-        ),
-        mode=dec_mode,
+    options = read_options(
+        dec_key,
+        dec_mode,
+        trusted_keys=trusted_keys,
+        allow_unsealed=allow_unsealed,
+        allow_unencrypted=allow_unencrypted,
     )
     if not isinstance(path, str | os.PathLike):
         return _opened_source(path, options, is_mapped=mmap, framework=framework)

@@ -28,7 +28,6 @@ from ckptmgr.config.checks import (
     check_is_bool,
     check_manifest,
     check_signing_key,
-    check_trusted_keys,
 )
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.core.arguments import (
@@ -46,9 +45,8 @@ from ckptmgr.core.names import (
     without_envelope,
 )
 from ckptmgr.core.shard_names import is_set_name
-from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.options import ReadOptions, read_options
 from ckptmgr.files.load.state import SKELETON, StoredState, state_metadata, verified_state
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
@@ -216,20 +214,12 @@ def load_state(
             names every difference. Nothing was changed.
         UnsupportedCheckpoint: The file has no nested state: `load_checkpoint` reads it.
     """
-    options = ReadOptions(
-        trust=Trust(
-            keys=resolve_keys(
-                "dec_key",
-                dec_key,
-                mode=dec_mode or _DEFAULT_MODE,
-                format="ckpt" if dec_mode else "safetensors",
-                is_for_reading=True,
-            ),
-            trusted_keys=check_trusted_keys(trusted_keys),
-            allow_unsealed=check_is_bool("allow_unsealed", allow_unsealed),
-            allow_unencrypted=check_is_bool("allow_unencrypted", allow_unencrypted),
-        ),
-        mode=dec_mode,
+    options = read_options(
+        dec_key,
+        dec_mode,
+        trusted_keys=trusted_keys,
+        allow_unsealed=check_is_bool("allow_unsealed", allow_unsealed),
+        allow_unencrypted=check_is_bool("allow_unencrypted", allow_unencrypted),
     )
     parts = checked_parts(only)
     place = place_of(path, trust=options.trust)

@@ -19,14 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.checks import check_is_bool, check_trusted_keys
-from ckptmgr.config.keys import resolve_keys
+from ckptmgr.config.checks import check_is_bool
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.shard_names import is_set_name
-from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import refuse_url
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.options import ReadOptions, read_options
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.files.open_checkpoint import open_reader
 from ckptmgr.formats.image import Extent, Image
@@ -123,20 +121,12 @@ def export_weights(
         CorruptCheckpoint: The checkpoint is damaged; nothing was written.
         StoreFull, OSError: From the disk; nothing was written.
     """
-    options = ReadOptions(
-        trust=Trust(
-            keys=resolve_keys(
-                "dec_key",
-                dec_key,
-                mode=dec_mode or "AES-GCM",
-                format="ckpt" if dec_mode else "safetensors",
-                is_for_reading=True,
-            ),
-            trusted_keys=check_trusted_keys(trusted_keys),
-            allow_unsealed=check_is_bool("allow_unsealed", allow_unsealed),
-            allow_unencrypted=check_is_bool("allow_unencrypted", allow_unencrypted),
-        ),
-        mode=dec_mode,
+    options = read_options(
+        dec_key,
+        dec_mode,
+        trusted_keys=trusted_keys,
+        allow_unsealed=check_is_bool("allow_unsealed", allow_unsealed),
+        allow_unencrypted=check_is_bool("allow_unencrypted", allow_unencrypted),
     )
     return export_to(
         Path(path),

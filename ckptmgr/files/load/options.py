@@ -3,9 +3,17 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from ckptmgr.config.checks import check_trusted_keys
+from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+
+if TYPE_CHECKING:
+    from ckptmgr.crypto.keys.signing import PublicKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,37 @@ class ReadOptions:
     mode: str | None = None
     rank: int | None = None
     world: int = 1
+
+
+def read_options(
+    dec_key: object,
+    dec_mode: str | None,
+    *,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey],
+    allow_unsealed: bool,
+    allow_unencrypted: bool,
+) -> ReadOptions:
+    """Return the options that the arguments of a load ask for.
+
+    Raises:
+        TypeError, ValueError: An argument is unusable.
+        KeyProblem: A source gives no key.
+    """
+    return ReadOptions(
+        trust=Trust(
+            keys=resolve_keys(
+                "dec_key",
+                dec_key,
+                mode=dec_mode or "AES-GCM",
+                format="ckpt" if dec_mode else "safetensors",
+                is_for_reading=True,
+            ),
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
+        mode=dec_mode,
+    )
 
 
 def everything(name: str) -> bool:
