@@ -33,6 +33,7 @@ from ckptmgr.maintenance.prune_plan import (
     plan_with,
     policy_for,
 )
+from ckptmgr.observe.events import Facts
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.lines import lines_of
 from ckptmgr.policy.rules import RetentionPolicy
@@ -131,6 +132,21 @@ class PruneResult:
     notes: list[str] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
 
+    def facts(self, *, kept: int) -> Facts:
+        """Return the fields of the event `prune`."""
+        facts: Facts = {
+            "figures": {
+                "kept": kept,
+                "dropped": len(self.removed),
+                "freed_bytes": sum(one.size_bytes for one in self.removed),
+            },
+            "notes": (*(f"dropped {one.name}" for one in self.removed), *self.notes),
+        }
+        if self.failures:
+            facts["error"] = "; ".join(map(str, self.failures))
+            facts["error_type"] = type(self.failures[0]).__name__
+        return facts
+
 
 def propose(
     store: Store,
@@ -205,15 +221,7 @@ def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Pru
     """
     with REGISTERED.timed("prune", path=store.directory) as facts:
         outcome = _carry_out(store, proposal, at_once=at_once)
-        facts["figures"] = {
-            "kept": len(proposal.kept),
-            "dropped": len(outcome.removed),
-            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
-        }
-        facts["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
-        if outcome.failures:
-            facts["error"] = "; ".join(map(str, outcome.failures))
-            facts["error_type"] = type(outcome.failures[0]).__name__
+        facts |= outcome.facts(kept=len(proposal.kept))
     return outcome
 
 

@@ -39,13 +39,5 @@ def prune_now(directory: RemoteDirectory, listing: Store, proposal: Proposal) ->
                     f"{len(left)} data files that no manifest names stay until they are {LEFTOVER_AGE.days} days old, "
                     "because an upload may be about to use them; ckptmgr ls --all lists them"
                 )
-        facts["figures"] = {
-            "kept": len(proposal.kept),
-            "dropped": len(outcome.removed),
-            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
-        }
-        facts["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
-        if outcome.failures:
-            facts["error"] = "; ".join(map(str, outcome.failures))
-            facts["error_type"] = type(outcome.failures[0]).__name__
+        facts |= outcome.facts(kept=len(proposal.kept))
     return outcome

@@ -193,15 +193,7 @@ def carry_out_foreign(
             _carry_out(store, proposal, outcome, at_once=at_once)
         except (StoreLocked, UnsafePrune, OSError) as error:
             outcome.failures.append(error)
-        facts["figures"] = {
-            "kept": len(proposal.shown.kept),
-            "dropped": len(outcome.removed),
-            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
-        }
-        facts["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
-        if outcome.failures:
-            facts["error"] = "; ".join(map(str, outcome.failures))
-            facts["error_type"] = type(outcome.failures[0]).__name__
+        facts |= outcome.facts(kept=len(proposal.shown.kept))
     return outcome
 
 
