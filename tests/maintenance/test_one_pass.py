@@ -23,7 +23,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.one_pass import HashingSource, verify_in_one_pass
+from ckptmgr.maintenance.check_file import HashingSource, verify_in_one_pass
 from ckptmgr.store.store import Store
 from tests.support.saved import GOLDEN_FILES
 from tests.support.surface import KEY
