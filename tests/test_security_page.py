@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.cli.options import _SCHEMES
+from ckptmgr.cli.key_options import _SCHEMES
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.providers.registry import BUILT_IN
 

@@ -162,6 +162,17 @@ def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> 
     return code
 
 
+def report_all(failures: Sequence[Exception], *, is_partial: bool, as_json: bool) -> Exit:
+    """Report failures; return 0 without any, else the code of the first.
+
+    With `is_partial`, where a part was done, a general error becomes 3.
+    """
+    codes = [report(error, as_json=as_json) for error in failures]
+    if not codes:
+        return Exit.DONE
+    return Exit.PARTLY if is_partial and codes[0] is Exit.FAILED else codes[0]
+
+
 def report_interruption(*, as_json: bool) -> Exit:
     """Write to stderr that the command was interrupted, and return the exit code."""
     if as_json:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.foreign import foreign_json, titles_of, why_none
 from ckptmgr.cli.prune_table import PlanView
 from ckptmgr.core.errors import UnsafePrune
@@ -29,7 +29,6 @@ from ckptmgr.store.store import Store
 if TYPE_CHECKING:
     from ckptmgr.io.filesystem import FileStatus
     from ckptmgr.maintenance.foreign.listing import ForeignListing
-    from ckptmgr.maintenance.prune import PruneResult
     from ckptmgr.policy.rules import RetentionPolicy
 
 
@@ -123,7 +122,9 @@ def prune_foreign(
     for sentence in outcome.notes:
         note(sentence)
     view.result(proposal.shown, outcome)
-    return _code(outcome, as_json=view.output.is_json)
+    return report_all(
+        outcome.failures, is_partial=bool(outcome.removed), as_json=view.output.is_json
+    )
 
 
 def _show(view: PlanView, proposal: ForeignProposal) -> None:
@@ -147,14 +148,6 @@ def _agreed(proposal: ForeignProposal, *, at_once: bool) -> bool:
     question = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
     chosen = question if proposal.shown.dropped else "Clean up?"
     return options.confirm(chosen, refusal=UnsafePrune)
-
-
-def _code(outcome: PruneResult, *, as_json: bool) -> int:
-    codes = [report(error, as_json=as_json) for error in outcome.failures]
-    if not codes:
-        return Exit.DONE
-    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
-    return Exit.PARTLY if is_partial else codes[0]
 
 
 def is_last_foreign(store: Store) -> bool:

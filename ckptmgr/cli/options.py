@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share, and their values: keys, trust, clock, store."""
+"""Commands, the options that several of them share, and their values: paths, output, clock, store."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,19 +18,15 @@ import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
 from ckptmgr.cli.layout import wrapped_help
-from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite
+from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
 from ckptmgr.core.urls import is_url
 
 if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
-    from ckptmgr.crypto.keys.ring import Keys
-    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
     from ckptmgr.store.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
-_SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt:, wrapped:FILE or passphrase:SOURCE"
 _NOT_CHANGED = "a manifest there is never changed: give the name in the directory of the run, before the upload"
 _AT_ADDRESSES = {
     "doctor": "ckptmgr storage probe URL tries what a store guarantees",
@@ -234,107 +229,6 @@ def no_output_options(reason: str) -> Callable[[Command], Command]:
     return decorate
 
 
-def key_option(function: Command) -> Command:
-    """Add `--key`."""
-    return click.option(
-        "--key",
-        "key_sources",
-        metavar="SOURCE",
-        multiple=True,
-        help=f"{_SOURCES}; a file of a private key opens, too. May be repeated: any of them opens.  "
-        "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
-    )(function)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GivenTrust:
-    """Options about keys and proof, before any key is loaded."""
-
-    key_sources: tuple[str, ...] = ()
-    public_keys: tuple[str, ...] = ()
-    signing_source: str | None = None
-    allow_unsealed: bool = False
-    allow_unencrypted: bool = False
-
-    def load(self, *, is_new: bool = False) -> Trust:
-        """Load the keys; `is_new` as for `keys_of_command`.
-
-        A signing key trusts only its own signatures, unless public keys are named.
-
-        Raises:
-            UsageProblem, KeyProblem: A source gives no key.
-        """
-        return self.with_keys(keys_of_command(self.key_sources, is_new=is_new))
-
-    def has_environment_key(self) -> bool:
-        """Return whether the environment names a key."""
-        return bool(sources_in_environment(os.environ))
-
-    def with_keys(self, keys: Keys | None) -> Trust:
-        """Return the trust in keys that were loaded elsewhere; see `load`."""
-        from ckptmgr.core.trust import Trust
-
-        signing_key = signing_key_of_option(self.signing_source)
-        trusted = load_public_keys(self.public_keys)
-        if signing_key is not None and not trusted:
-            trusted = (signing_key.public_key,)
-        return Trust(
-            keys=keys,
-            trusted_keys=trusted,
-            signing_key=signing_key,
-            allow_unsealed=self.allow_unsealed,
-            allow_unencrypted=self.allow_unencrypted,
-        )
-
-
-def trust_options(
-    *, has_public_key: bool = False, has_signing_key: bool = False, has_allowing: bool = True
-) -> Callable[[Command], Command]:
-    """Return a decorator that adds the options about keys and proof, passed on as `given_trust`."""
-    allowing = (
-        click.option(
-            "--allow-unencrypted",
-            is_flag=True,
-            help="With a key: accept plain files, too.",
-        ),
-        click.option(
-            "--allow-unsealed",
-            is_flag=True,
-            help="With a key: accept encrypted files that are not proven as a whole (MindSpore's own).",
-        ),
-    )
-
-    def decorate(function: Command) -> Command:
-        @functools.wraps(function)
-        def command(*args: object, **options: object) -> object:
-            names = [name for name in GivenTrust.__dataclass_fields__ if name in options]
-            given = {name: options.pop(name) for name in names}
-            return function(*args, given_trust=GivenTrust(**cast(Any, given)), **options)
-
-        decorated = cast(Command, command)
-        for option in (
-            *([signing_key_option] if has_signing_key else []),
-            *(allowing if has_allowing else ()),
-            key_option,
-            *([public_key_option] if has_public_key else []),
-        ):
-            decorated = option(decorated)
-        return decorated
-
-    return decorate
-
-
-def public_key_option(function: Command) -> Command:
-    """Add `--public-key`."""
-    return click.option(
-        "--public-key",
-        "public_keys",
-        metavar="FILE",
-        multiple=True,
-        help="Whose signatures count; what none of them signed is refused. May be repeated.",
-    )(function)
-
-
 def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
     """Return the value of an option that is a path, or - for a pipe; see `check_path`."""
     check_path(value)
@@ -370,38 +264,18 @@ def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) 
     return next(iter(values), None)
 
 
-def signing_key_option(function: Command) -> Command:
-    """Add `--signing-key`."""
-    return click.option(
-        "--signing-key",
-        "signing_source",
-        metavar="SOURCE",
-        multiple=True,
-        callback=only_one,
-        help="Source of the private key that signs what is changed: file:PATH, env:NAME, cmd:COMMAND or fd:N.",
-    )(function)
-
-
-def place_dir_option(function: Command) -> Command:
-    """Add `--dir`, which may also be the address of an object store."""
+def _dir_option(kind: click.Path, note: str = "") -> Callable[[Command], Command]:
     return click.option(
         "--dir",
         "directory",
-        type=PLACE,
+        type=kind,
         default=Path(),
-        help="Where steps, latest, best:... and @pinned are looked up; may be a URL.  [default: .]",
-    )(function)
+        help=f"Where steps, latest, best:... and @pinned are looked up{note}.  [default: .]",
+    )
 
 
-def dir_option(function: Command) -> Command:
-    """Add `--dir`."""
-    return click.option(
-        "--dir",
-        "directory",
-        type=PATH,
-        default=Path(),
-        help="Where steps, latest, best:... and @pinned are looked up.  [default: .]",
-    )(function)
+dir_option = _dir_option(PATH)
+place_dir_option = _dir_option(PLACE, "; may be a URL")
 
 
 def series_option(function: Command) -> Command:
@@ -409,81 +283,6 @@ def series_option(function: Command) -> Command:
     return click.option("--series", metavar="NAME", help="Only checkpoints of this series.")(
         function
     )
-
-
-def keys_of_command(
-    sources: Sequence[str], environment: Mapping[str, str] = os.environ, *, is_new: bool = False
-) -> Keys | None:
-    """Return the keys that `--key` or the environment names, or None.
-
-    `is_new`: the key encrypts something new; a passphrase is then asked for twice.
-
-    Raises:
-        UsageProblem: A literal key, or no known kind of source. It is not shown.
-        KeyProblem: A source gives no key.
-    """
-    sources = sources or sources_in_environment(environment)
-    return keys_of_option("--key", sources, is_new=is_new) if sources else None
-
-
-def keys_of_option(option: str, sources: Sequence[str], *, is_new: bool = False) -> Keys:
-    """Return the keys, passphrases, private and public keys that an option names; as `keys_of_command`."""
-    if not all(source.startswith(_SCHEMES) for source in sources):
-        raise UsageProblem(
-            f"{option} takes the source of a key, never the key itself (not shown)",
-            hint=f"use {_SOURCES}; every user of the machine can read a command line",
-        )
-    from ckptmgr.crypto import errors
-    from ckptmgr.crypto.keys import material as key_sources
-
-    try:
-        return key_sources.load_keys(sources, asked_for=option, is_new=is_new)
-    except errors.CryptoError as error:
-        raise KeyProblem(error.message, hint=error.hint) from error
-
-
-def signing_key_of_option(source: str | None) -> SigningKey | None:
-    """Return the key that `--signing-key` names, or None.
-
-    Raises:
-        UsageProblem: No known kind of source. It is not shown.
-        KeyProblem: The source gives no key.
-    """
-    if source is None:
-        return None
-    check_source("--signing-key", source)
-    from ckptmgr.config.checks import check_signing_key
-
-    return check_signing_key(source)
-
-
-def check_source(option: str, source: str) -> None:
-    """Raise UsageProblem unless an option names the source of a private key, which is not shown."""
-    if not source.startswith(_SCHEMES):
-        raise UsageProblem(
-            f"{option} takes the source of a key, never the key itself (not shown)",
-            hint="use file:PATH, env:NAME, cmd:COMMAND or fd:N",
-        )
-
-
-def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
-    """Return the keys that `--public-key` names.
-
-    Raises:
-        KeyProblem: A file is no public key.
-    """
-    if not files:
-        return ()
-    from ckptmgr.config.checks import check_trusted_keys
-
-    return check_trusted_keys(files)
-
-
-def sources_in_environment(environment: Mapping[str, str] = os.environ) -> Sequence[str]:
-    """Return the sources that the environment names: those without `--key`."""
-    if environment.get("CKPTMGR_KEY_FILE"):
-        return [f"file:{environment['CKPTMGR_KEY_FILE']}"]
-    return ["env:CKPTMGR_KEY"] if environment.get("CKPTMGR_KEY") else []
 
 
 def open_store(directory: Path, *, trust: Trust) -> Store:

@@ -24,7 +24,7 @@ from ckptmgr.policy.lines import RunLine, lines_of
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.options import GivenTrust
+    from ckptmgr.cli.key_options import GivenTrust
     from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
     from ckptmgr.maintenance.past_checks import PastCheck
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ckptmgr.cli import options
+from ckptmgr.cli import key_options, options
 from ckptmgr.cli.exits import note
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.trust import Trust
@@ -22,7 +22,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.store.store import Store
 
 
-def showing_opener(given: options.GivenTrust) -> Callable[[Path], Store]:
+def showing_opener(given: key_options.GivenTrust) -> Callable[[Path], Store]:
     """Return the function that opens a directory for a command that only shows."""
     trust = given.load()
     if given.key_sources or given.public_keys or trust.keys is None or not trust.is_strict:
@@ -41,7 +41,7 @@ def showing_opener(given: options.GivenTrust) -> Callable[[Path], Store]:
     return lambda directory: options.open_store(directory, trust=chosen(directory))
 
 
-def is_shown_as_plain(given: options.GivenTrust, store: Store) -> bool:
+def is_shown_as_plain(given: key_options.GivenTrust, store: Store) -> bool:
     """Return whether a key of the environment was left out for a store."""
     return not given.key_sources and store.trust.keys is None and given.has_environment_key()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.policy_file import policy_in
 from ckptmgr.cli.prune_table import PlanView
@@ -63,11 +63,7 @@ def prune_remote(
     for sentence in outcome.notes:
         note(sentence)
     view.result(proposal, None if is_empty else outcome)
-    codes = [report(error, as_json=output.is_json) for error in outcome.failures]
-    if not codes:
-        return Exit.DONE
-    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
-    return Exit.PARTLY if is_partial else codes[0]
+    return report_all(outcome.failures, is_partial=bool(outcome.removed), as_json=output.is_json)
 
 
 def _check_options(ctx: click.Context, *, only_shows: bool) -> None:

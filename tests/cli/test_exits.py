@@ -14,7 +14,7 @@ import pytest
 
 import ckptmgr.policy.text
 from ckptmgr.cli import _COMMANDS, cli, options
-from ckptmgr.cli.exits import CODES, MEANINGS, Exit, code_of, escape, report
+from ckptmgr.cli.exits import CODES, MEANINGS, Exit, code_of, escape, report, report_all
 from ckptmgr.core import errors
 from tests.cli.running import process_env, run, run_process
 from tests.support.saved import save_run, tree_of
@@ -45,6 +45,13 @@ def test_codes_are_the_documented_ones() -> None:
 def test_foreign_errors_mean_failure() -> None:
     assert code_of(OSError(5, "Input/output error")) is Exit.FAILED
     assert code_of(RuntimeError()) is Exit.FAILED
+
+
+def test_failure_after_a_part_was_done_is_partly_done(capsys: pytest.CaptureFixture[str]) -> None:
+    failures = [OSError(5, "Input/output error", "/x")]
+    assert report_all(failures, is_partial=True, as_json=False) is Exit.PARTLY
+    assert report_all(failures, is_partial=False, as_json=False) is Exit.FAILED
+    assert "Input/output error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [None, *_COMMANDS, "help"])

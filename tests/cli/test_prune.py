@@ -412,19 +412,6 @@ def test_encrypted_run_is_pruned_without_and_with_its_key(tmp_path: Path) -> Non
     assert {item["state"] for item in items} == {"ok"}
 
 
-def test_failure_after_something_was_removed_is_partly_done(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from ckptmgr.cli.commands.prune import _code
-    from ckptmgr.maintenance.prune import PruneResult
-
-    gone = Store(runs).scan()[:1]
-    outcome = PruneResult(removed=gone, failures=[OSError(5, "Input/output error", "/x")])
-    assert _code(outcome, as_json=False) == 3
-    assert _code(PruneResult(failures=outcome.failures), as_json=False) == 2
-    assert "Input/output error" in capsys.readouterr().err
-
-
 class Terminal:
     """A command at a terminal: it asks, somebody answers."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli import _COMMANDS, render
-from ckptmgr.cli.options import keys_of_command
+from ckptmgr.cli.key_options import keys_of_command
 from ckptmgr.cli.progress import ProgressLine
 from tests.cli.running import process_env, run, run_process
 from tests.support.saved import save_run

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, code_of, report
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError
@@ -50,7 +50,7 @@ _MAX_LEVEL = 19
 )
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True)
+@key_options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def convert_command(
@@ -60,7 +60,7 @@ def convert_command(
     level: int,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Compress safetensors checkpoints in place, or expand them.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, report
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
@@ -43,7 +43,7 @@ class _Copied(NamedTuple):
 @click.argument("target", metavar="TARGET", type=options.PLACE)
 @options.place_dir_option
 @options.series_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def copy_command(
@@ -52,7 +52,7 @@ def copy_command(
     target: Path,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Copy checkpoints to an object store, or from one.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Command
 from ckptmgr.core.errors import CheckpointFileNotFound, KeyProblem, UnsafeWrite
@@ -58,7 +58,7 @@ def _refuse_part(_: click.Context, __: click.Parameter, part: str | None) -> Non
 )
 @_target_options
 @click.option("--only", hidden=True, expose_value=False, callback=_refuse_part)
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def decrypt_command(
@@ -66,7 +66,7 @@ def decrypt_command(
     source: Path,
     target: str,
     force: bool,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Write the plaintext of an encrypted file.
 
@@ -114,7 +114,7 @@ def decrypt_command(
     show_default=True,
     help="Cipher mode; SM4-GCM only for containers.",
 )
-@options.key_option
+@key_options.key_option
 @options.output_options
 @click.pass_context
 def encrypt_command(
@@ -153,7 +153,7 @@ def encrypt_command(
 
 
 def _key(sources: Sequence[str], *, is_new: bool = False) -> Keys:
-    key = options.keys_of_command(sources, is_new=is_new)
+    key = key_options.keys_of_command(sources, is_new=is_new)
     if key is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     return key

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Trouble, UsageProblem
 from ckptmgr.core.errors import CorruptCheckpoint
 from ckptmgr.core.urls import is_url
@@ -88,7 +88,7 @@ def _part(_: click.Context, param: click.Parameter, value: str | None) -> str | 
     multiple=True,
     help="Key of B, where it is not that of --key. May be repeated.",
 )
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def diff_command(
@@ -104,7 +104,7 @@ def diff_command(
     other_directory: Path | None,
     series: str | None,
     other_sources: tuple[str, ...],
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Compare two checkpoints, as diff does: exit 0 if they are the same, 1 if not, 2 and more for trouble.
 
@@ -126,7 +126,7 @@ def diff_command(
     trust = given_trust.load()
     other_trust = trust
     if other_sources:
-        other_trust = replace(trust, keys=options.keys_of_option("--other-key", other_sources))
+        other_trust = replace(trust, keys=key_options.keys_of_option("--other-key", other_sources))
     output = render.make_output(ctx, options.absolute(directory))
     tolerance = Tolerance(atol=atol, rtol=rtol)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -30,7 +30,7 @@ _CHECK_WIDTH = len("leftovers")
 @click.argument("directory", type=options.PATH, default=Path())
 @click.option("--deep", is_flag=True, help="Also read and decode every tensor of the newest.")
 @options.series_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def doctor_command(
@@ -38,7 +38,7 @@ def doctor_command(
     directory: Path,
     deep: bool,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Check whether a directory can be saved to and resumed from, one line for each check.
 
@@ -58,7 +58,7 @@ def doctor_command(
     except KeyProblem as error:
         trust, problem = DEFAULT_TRUST, error
     output = render.make_output(ctx, options.absolute(directory))
-    sources = given_trust.key_sources or options.sources_in_environment()
+    sources = given_trust.key_sources or key_options.sources_in_environment()
     done: list[Finding] = []
     findings = _findings(
         directory,

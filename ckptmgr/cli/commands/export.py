@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.render import Output
 from ckptmgr.core.names import FORMATS, stem_of
@@ -83,7 +83,7 @@ def _checked_format(_: click.Context, __: click.Parameter, format: str | None) -
 )
 @options.dir_option
 @options.series_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def export_command(
@@ -97,7 +97,7 @@ def export_command(
     force: bool,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Write the weights in a checkpoint as plain files for other libraries.
 

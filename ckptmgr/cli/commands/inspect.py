@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.names import OPAQUE
@@ -43,7 +43,7 @@ _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
     "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
 )
 @click.option("--stats", "has_stats", is_flag=True, help="Minimum, maximum, mean, NaN count.")
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def inspect_command(
@@ -53,7 +53,7 @@ def inspect_command(
     series: str | None,
     pattern: str,
     has_stats: bool,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Show the contents of a checkpoint.
 

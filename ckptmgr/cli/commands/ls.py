@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
@@ -41,7 +41,7 @@ _SHOWN_METRICS = 2
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
 @filter_options
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def ls_command(
@@ -52,7 +52,7 @@ def ls_command(
     series: str | None,
     filters: tuple[str, ...],
     sort: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """List the checkpoints of a directory, or below a URL of an object store, newest last.
 

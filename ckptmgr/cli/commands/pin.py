@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Pin
@@ -30,7 +30,7 @@ Change = Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
 @click.option("--reason", default="", help="Why; shown by prune.")
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True)
+@key_options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def pin_command(
@@ -40,7 +40,7 @@ def pin_command(
     reason: str,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Promise that a checkpoint is never pruned.
 
@@ -63,7 +63,7 @@ def pin_command(
 @click.option("--name", help="Only the pin of this name.  [default: all]")
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True)
+@key_options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def unpin_command(
@@ -72,7 +72,7 @@ def unpin_command(
     name: str | None,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Take back the promise that a checkpoint is never pruned.
 

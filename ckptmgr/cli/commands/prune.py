@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time
-from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import UnsafePrune
@@ -24,7 +24,7 @@ from ckptmgr.io.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_table import PlanView
-    from ckptmgr.maintenance.prune import Proposal, PruneResult
+    from ckptmgr.maintenance.prune import Proposal
     from ckptmgr.maintenance.prune_plan import PolicyOf
     from ckptmgr.policy.rules import RetentionPolicy
     from ckptmgr.store.store import Store
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
 @filter_options
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def prune_command(
@@ -67,7 +67,7 @@ def prune_command(
     undo: bool,
     filters: tuple[str, ...],
     sort: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Remove the checkpoints that a policy does not keep.
 
@@ -226,16 +226,9 @@ def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> 
         note(
             "the disk space is freed by the first prune after the grace time; --now frees it at once"
         )
-    return _code(outcome, as_json=view.output.is_json)
-
-
-def _code(outcome: PruneResult, *, as_json: bool) -> int:
-    """Report failures; return the code of the first, or 3 for a general error after removals."""
-    codes = [report(error, as_json=as_json) for error in outcome.failures]
-    if not codes:
-        return Exit.DONE
-    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
-    return Exit.PARTLY if is_partial else codes[0]
+    return report_all(
+        outcome.failures, is_partial=bool(outcome.removed), as_json=view.output.is_json
+    )
 
 
 def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.foreign import tool_named
 from ckptmgr.cli.options import Command
@@ -96,7 +96,7 @@ def _step_option(function: Command) -> Command:
     "--plain", is_flag=True, help="With a key: write plain files instead of encrypted ones."
 )
 @_step_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def transform_command(
@@ -109,7 +109,7 @@ def transform_command(
     output_format: str,
     plain: bool,
     step: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Rewrite the checkpoints of all ranks for another parallel strategy.
 
@@ -152,7 +152,7 @@ def transform_command(
     "--plain", is_flag=True, help="Agree to plain files although the source is encrypted."
 )
 @_step_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def unify_command(
@@ -162,7 +162,7 @@ def unify_command(
     source_strategy: Path | None,
     plain: bool,
     step: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Join the checkpoints of all ranks into whole tensors.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
@@ -35,7 +35,7 @@ class ChangeOptions(TypedDict):
     selectors: tuple[str, ...]
     directory: Path
     series: str | None
-    given_trust: options.GivenTrust
+    given_trust: key_options.GivenTrust
     dry_run: bool
     yes: bool
 
@@ -45,7 +45,7 @@ def plan_options(function: options.Command) -> options.Command:
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
-        options.trust_options(has_signing_key=True),
+        key_options.trust_options(has_signing_key=True),
         options.series_option,
         options.dir_option,
     ):
@@ -151,7 +151,7 @@ def reencrypt_command(
 def _old_keys(sources: Sequence[str]) -> KeyRing:
     from ckptmgr.crypto.keys.ring import ring_of
 
-    keys = options.keys_of_command(sources)
+    keys = key_options.keys_of_command(sources)
     if keys is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     ring = ring_of(keys)
@@ -166,11 +166,11 @@ def _rings(option: str, sources: Sequence[str], *, is_new: bool = False) -> tupl
     from ckptmgr.crypto.keys.ring import ring_of
 
     return tuple(
-        ring_of(options.keys_of_option(option, [source], is_new=is_new)) for source in sources
+        ring_of(key_options.keys_of_option(option, [source], is_new=is_new)) for source in sources
     )
 
 
-def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
+def _opener(change: KeyChange, given: key_options.GivenTrust) -> OpenStore:
     from ckptmgr.maintenance.rekey import open_for_rekeying
 
     trust = given.with_keys(None)

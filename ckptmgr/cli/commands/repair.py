@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Output
 from ckptmgr.formats.strict_json import Json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.argument("checkpoint")
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True, has_allowing=False)
+@key_options.trust_options(has_signing_key=True, has_allowing=False)
 @options.output_options
 @click.pass_context
 def repair_command(
@@ -32,7 +32,7 @@ def repair_command(
     checkpoint: str,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Repair damaged files of many ranks from the copies in the others.
 

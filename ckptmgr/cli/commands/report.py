@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, UnsafeWrite
@@ -55,7 +55,7 @@ _MOST_CHARACTERS = 1 << 20  # of a line of events
 )
 @click.option("--force", is_flag=True, help="Replace a file that is not an earlier report.")
 @options.series_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def report_command(
@@ -69,7 +69,7 @@ def report_command(
     events: Path | None,
     force: bool,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Write a page about the checkpoints of a directory: one HTML file that loads nothing.
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli import key_options, options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.filters import chosen_by, filter_option
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -40,7 +40,7 @@ _HEADER = ("STEP", "SAVED", "SIZE", "STATE", "NAME")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--now", "at_once", is_flag=True, help="Remove at once instead of into the trash.")
 @click.option("--force", is_flag=True, help="Also pinned ones, and the newest good one of a run.")
-@options.trust_options()
+@key_options.trust_options()
 @options.output_options
 @click.pass_context
 def rm_command(
@@ -53,7 +53,7 @@ def rm_command(
     yes: bool,
     at_once: bool,
     force: bool,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Remove the checkpoints that are named, into the trash.
 
@@ -148,11 +148,8 @@ def _act(
     if any(one.batch is not None and one.removed for one in outcomes):
         note("ckptmgr prune --undo brings the last batch back; --now frees the space at once")
     failures = [error for one in outcomes for error in one.failures]
-    codes = [report(error, as_json=output.is_json) for error in failures]
-    if not codes:
-        return Exit.DONE
-    is_partial = any(one.removed for one in outcomes) and code_of(failures[0]) is Exit.FAILED
-    return Exit.PARTLY if is_partial else codes[0]
+    is_partial = any(one.removed for one in outcomes)
+    return report_all(failures, is_partial=is_partial, as_json=output.is_json)
 
 
 def _print_end(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.core.errors import CorruptCheckpoint, UnsafeWrite, UnsupportedCheckpoint
 
@@ -43,7 +43,7 @@ _GOOD = ("ok", "unverified", "partial")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @options.dir_option
 @options.series_option
-@options.trust_options()
+@key_options.trust_options()
 @options.output_options
 @click.pass_context
 def sign_command(
@@ -53,7 +53,7 @@ def sign_command(
     force: bool,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Write an OpenSSF model-signing bundle, for tools that know those.
 
@@ -68,7 +68,7 @@ def sign_command(
     from ckptmgr.io.permissions import note_mode
     from ckptmgr.parallel.mindspore.outputs import write_small_file
 
-    options.check_source("--private-key", source)
+    key_options.check_source("--private-key", source)
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
     selected = select([checkpoint], directory, opener, series=series)

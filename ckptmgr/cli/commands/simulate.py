@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
@@ -61,7 +61,7 @@ class _MadeUp:
 @click.option("--size", metavar="SIZE", help="Size of a made-up checkpoint.  [default: 1GiB]")
 @options.series_option
 @click.option("--by-series", is_flag=True, help="Count each series by itself, not each run.")
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def simulate_command(
@@ -74,7 +74,7 @@ def simulate_command(
     size: str | None,
     series: str | None,
     by_series: bool,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Show what a retention policy would have kept, as prune shows its plan; write nothing.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, note
 from ckptmgr.cli.filters import chosen_by, filter_option
 from ckptmgr.cli.options import Session
@@ -62,7 +62,7 @@ class _Run:
 @click.argument("directory", type=options.PATH, default=Path())
 @options.series_option
 @filter_option
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def stats_command(
@@ -70,7 +70,7 @@ def stats_command(
     directory: Path,
     series: str | None,
     filters: tuple[str, ...],
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Show how many bytes the runs in a directory and in the folders below take, the largest first.
 

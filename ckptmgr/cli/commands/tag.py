@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.crypto.keys.source_names import looks_like_key
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+=-]{0,63}")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True)
+@key_options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def tag_command(
@@ -36,7 +36,7 @@ def tag_command(
     names: tuple[str, ...],
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Add tags to a checkpoint, which ls shows and @tag:NAME finds.
 
@@ -59,7 +59,7 @@ def tag_command(
 @click.option("--all", "is_all", is_flag=True, help="Remove all tags.")
 @options.dir_option
 @options.series_option
-@options.trust_options(has_signing_key=True)
+@key_options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def untag_command(
@@ -69,7 +69,7 @@ def untag_command(
     is_all: bool,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Remove tags from a checkpoint.
 
@@ -108,7 +108,7 @@ def _tag(
     text: str,
     directory: Path,
     series: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
     change: Change,
 ) -> int:
     """Change the tags under the leases: another process must not overwrite the file meanwhile."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptmgr.cli import options, parts, render
+from ckptmgr.cli import key_options, options, parts, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
@@ -83,7 +83,7 @@ _SOUND = ("ok", "unverified", "plain")
 @click.option("--sample", metavar="SHARE", help="Only a random share, such as 5%.")
 @click.option("--jsonl", is_flag=True, help="Print each answer at once, as a line of JSON.")
 @filter_options
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def verify_command(
@@ -102,7 +102,7 @@ def verify_command(
     jsonl: bool,
     filters: tuple[str, ...],
     sort: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
 

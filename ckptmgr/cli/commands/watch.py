@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptmgr.cli import options, render
+from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time, seconds_of
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Session
@@ -111,7 +111,7 @@ _REFRESH_S = 15
     help="Serve the page of report, which is live; on this machine only, unless a HOST is named.",
 )
 @click.option("--poll-only", is_flag=True, help="Do not rely on events of the file system at all.")
-@options.trust_options(has_public_key=True)
+@key_options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def watch_command(
@@ -124,7 +124,7 @@ def watch_command(
     is_once: bool,
     state_file: Path | None,
     serve: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
     **given: Any,
 ) -> int:
     """Follow directories: verify what appears, and raise alarms.
@@ -207,7 +207,7 @@ def _look_below(directory: Path, *, is_once: bool) -> None:
 def _settings(
     paths: Sequence[Path],
     level: str | None,
-    given_trust: options.GivenTrust,
+    given_trust: key_options.GivenTrust,
     session: Session,
     *,
     is_once: bool,
