@@ -52,18 +52,18 @@ class Evictee:
     Attributes:
         step: Its step.
         size_bytes: Memory that its eviction frees.
-        restore_s: Seconds it would take to get the state again: a load, and the training from there.
-        restore_bytes: Bytes that this would read.
         used_at_s: When it was put or last read, on the clock of `now_s`.
         is_pinned: Whether it must stay.
+        restore_s: Seconds it would take to get the state again: a load, and the training from there.
+        restore_bytes: Bytes that this would read.
     """
 
     step: int
     size_bytes: int
-    restore_s: float
-    restore_bytes: int
     used_at_s: float
     is_pinned: bool
+    restore_s: float = 1.0
+    restore_bytes: int = 0
 
 
 class RestoreCost(NamedTuple):
@@ -81,16 +81,10 @@ class CostOf(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
-    """The step of a victim (None when none may be evicted), and the number of candidates."""
-
-    step: int | None
-    scored: int
-
-
-def choose_victim(snapshots: Sequence[Evictee], config: MemoryConfig, *, now_s: float) -> Choice:
-    """Return which snapshot to evict.
+def choose_victim(
+    snapshots: Sequence[Evictee], config: MemoryConfig, *, now_s: float
+) -> int | None:
+    """Return the step of the snapshot to evict, or None when none may be evicted.
 
     The configuration has the exponents, the size below which nothing is evicted, and whether only
     about sqrt(n) candidates are scored.
@@ -103,9 +97,9 @@ def choose_victim(snapshots: Sequence[Evictee], config: MemoryConfig, *, now_s: 
     if config.is_sampling:
         candidates = candidates[:: max(1, isqrt(len(candidates)))]
     if not candidates:
-        return Choice(step=None, scored=0)
+        return None
     victim = min(candidates, key=lambda snapshot: log_score(snapshot, config, now_s=now_s))
-    return Choice(step=victim.step, scored=len(candidates))
+    return victim.step
 
 
 def log_score(snapshot: Evictee, config: MemoryConfig, *, now_s: float) -> float:
@@ -153,12 +147,8 @@ class _Entry:
 class SnapshotCache:
     """Holds recent states. Safe to use from several threads.
 
-    Args:
-        config: `snapshot_budget_bytes` and the eviction rules, `snapshot_place`, and the host and
-            disk budgets.
-        clock: Seconds on any monotonic clock.
-        ledger: That of the staging pool, when both share a budget; a new one by default.
-        cost_of: Replaces the costs given to `put` when a snapshot is to be evicted.
+    `ledger` is that of the staging pool, when both share a budget. `cost_of` finds the costs when a
+    snapshot is to be evicted; without it all cost the same.
     """
 
     def __init__(
@@ -196,23 +186,10 @@ class SnapshotCache:
         with self._lock:
             return sorted(self._entries)
 
-    def put(
-        self,
-        step: int,
-        items: Sequence[Item],
-        *,
-        is_committed: bool = False,
-        restore_s: float = 1.0,
-        restore_bytes: int = 0,
-    ) -> list[int]:
+    def put(self, step: int, items: Sequence[Item], *, is_committed: bool = False) -> list[int]:
         """Copy a state into the cache; replace one of the same step. Return the evicted steps.
 
-        Args:
-            step: Its step.
-            items: The tensors and texts to copy.
-            is_committed: Whether it is durable already; otherwise call `commit` later.
-            restore_s: Seconds that getting it again would take, measured or estimated.
-            restore_bytes: Bytes that this would read.
+        `is_committed`: the state is durable already; otherwise call `commit` later.
 
         Raises:
             StagingExhausted: There is not enough room, even after every possible eviction. A
@@ -226,8 +203,6 @@ class SnapshotCache:
             evictee = Evictee(
                 step=step,
                 size_bytes=size,
-                restore_s=restore_s,
-                restore_bytes=restore_bytes,
                 used_at_s=self._clock(),
                 is_pinned=not is_committed,
             )
@@ -339,10 +314,10 @@ class SnapshotCache:
     def _evict(self, *, keep: int | None) -> int | None:
         entries = self._entries.items()
         evictees = [self._priced(entry.evictee) for step, entry in entries if step != keep]
-        choice = choose_victim(evictees, self._config, now_s=self._clock())
-        if choice.step is not None:
-            self._drop(choice.step)
-        return choice.step
+        victim = choose_victim(evictees, self._config, now_s=self._clock())
+        if victim is not None:
+            self._drop(victim)
+        return victim
 
     def _priced(self, evictee: Evictee) -> Evictee:
         if self._cost_of is None:

@@ -95,12 +95,6 @@ class BalancedPlan:
     ranks: tuple[int, ...]
     loads: np.ndarray
 
-    @property
-    def imbalance(self) -> float:
-        """The largest load over the mean; 1.0 is perfect."""
-        total = int(self.loads.sum())
-        return float(self.loads.max() * len(self.loads) / total) if total else 1.0
-
     def shares(self, rank: int) -> list[Share]:
         """Return the shares that a rank saves; adjacent rows are joined."""
         joined: list[Share] = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.coordinator import Coordinator, RanksOutOfStep
-from ckptmgr.parallel.rounds import Barriers
+from ckptmgr.parallel.rounds import Barriers, check_same_step
 
 _ABOUT = ".stop"  # a name that no series has
 
@@ -65,12 +65,7 @@ class JointStop:
         rounds = self._barriers.begin("when", what="not decided whether to stop")
         answers = rounds.together("decision", lambda: answer, stop=self._barriers.stop())
         given = [_Answer.from_json(one) for one in answers]
-        for rank, other in enumerate(given):
-            if other.step != given[0].step:
-                raise RanksOutOfStep(
-                    f"rank 0 has ended step {given[0].step}, and rank {rank} step {other.step}",
-                    hint="count the steps alike on all ranks",
-                )
+        check_same_step([one.step for one in given])
         self._next = given[0].next_step
         return any(one.is_wanted for one in given)
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rounds import Barriers
+from ckptmgr.parallel.rounds import Barriers, check_same_step
 from ckptmgr.policy.save import (
     AnyOf,
     AtSteps,
@@ -177,12 +177,7 @@ class RankZeroPolicy:
             stop=self._barriers.stop(),
         )
         answers = [_Answer.from_json(one) for one in values]
-        for rank, answer in enumerate(answers):
-            if answer.step != answers[0].step:
-                raise RanksOutOfStep(
-                    f"rank 0 has ended step {answers[0].step}, and rank {rank} step {answer.step}",
-                    hint="count the steps alike on all ranks",
-                )
+        check_same_step([one.step for one in answers])
         self._next = answers[0].next_step
         return SaveDecision(is_due=answers[0].is_due, reason=answers[0].reason)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import Coordinator, RanksMissing
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
 
 _OK, _FAILED = "ok", "failed"
@@ -100,6 +100,16 @@ def _failure(answer: Json, rank: int) -> Failure | None:
 
 def _value(answer: Json) -> Json:
     return answer[_OK] if isinstance(answer, Mapping) else None
+
+
+def check_same_step(ended: Sequence[int]) -> None:
+    """Raise RanksOutOfStep unless all ranks ended the same step; `ended` has one for each rank."""
+    for rank, step in enumerate(ended):
+        if step != ended[0]:
+            raise RanksOutOfStep(
+                f"rank 0 has ended step {ended[0]}, and rank {rank} step {step}",
+                hint="count the steps alike on all ranks",
+            )
 
 
 class Barriers:

@@ -235,21 +235,19 @@ class Store:
             self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
             yield held
 
-    def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
-        """Replace the manifest of a committed checkpoint durably; None keeps its mode."""
+    def update_manifest(self, manifest: Manifest) -> None:
+        """Replace the manifest of a committed checkpoint durably; it keeps its mode."""
         with explain_errors(self.directory / manifest.name, self.fs):
             self.fs.sync_directory(self.directory)
-            self.manifests.put(manifest, series=manifest.series, mode=mode)
+            self.manifests.put(manifest, series=manifest.series, mode=None)
             self.fs.sync_directory(self.directory)
 
     def lost_by_rewriting(self, name: str) -> str | None:
         """Return the proof that rewriting a manifest loses: `authenticated`, `signed` or None."""
         return self.manifests.lost_by_rewriting(name)
 
-    def reauthenticate(
-        self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None = None
-    ) -> None:
-        """Give the manifest of a committed checkpoint another authentication; None keeps its mode.
+    def reauthenticate(self, name: str, change: Callable[[ManifestKey], ManifestKey]) -> None:
+        """Give the manifest of a committed checkpoint another authentication; it keeps its mode.
 
         The change is durable. The lease must be held.
 
@@ -258,7 +256,7 @@ class Store:
         """
         with explain_errors(self.directory / name, self.fs):
             self.fs.sync_directory(self.directory)
-            self.manifests.reauthenticate(name, change, mode=mode)
+            self.manifests.reauthenticate(name, change)
             self.fs.sync_directory(self.directory)
 
     def check_proven(self, checkpoint: Checkpoint) -> None:

@@ -113,12 +113,12 @@ def check_unsigned(
     return value
 
 
-def check_unique(names: Sequence[str], *, what: str, offset: int | None = None) -> None:
+def check_unique(names: Sequence[str], *, what: str) -> None:
     """Raise FormatError if a name comes twice: one entry would silently replace the other."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise FormatError(f"{what} {name!r} comes twice", offset=offset)
+            raise FormatError(f"{what} {name!r} comes twice")
         seen.add(name)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
-from ckptmgr.engine.snapshots import Choice, Evictee, SnapshotCache, choose_victim, log_score
+from ckptmgr.engine.snapshots import Evictee, SnapshotCache, choose_victim, log_score
 from ckptmgr.engine.staging import StagingPool
 from tests.support.descriptors import nothing_stays_open, open_descriptors
 from tests.support.staging_memory import MIB, filled, values
@@ -183,7 +183,7 @@ def test_recomp_time_factor_weighs_the_seconds_of_a_restore() -> None:
             [slow_and_old, fast_and_new],
             MemoryConfig(restore_time_exponent=factor, smallest_evictee_bytes=0),
             now_s=100,
-        ).step
+        )
         for factor in (0, 1, 3)
     ]
     assert victims == [1, 1, 2]
@@ -197,24 +197,24 @@ def test_recomp_memory_factor_weighs_the_bytes_of_a_restore() -> None:
             [hungry_and_old, frugal_and_new],
             MemoryConfig(restore_memory_exponent=factor, smallest_evictee_bytes=0),
             now_s=100,
-        ).step
+        )
         for factor in (0, 3)
     ]
     assert victims == [1, 2]
 
 
-@pytest.mark.parametrize(("is_sampling", "scored"), [(False, 100), (True, 10)])
-def test_enable_sqrt_sampling_looks_at_the_root_of_the_candidates(
-    is_sampling: bool, scored: int
-) -> None:
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_enable_sqrt_sampling_looks_at_every_tenth_of_a_hundred(is_sampling: bool) -> None:
     config = MemoryConfig(is_sampling=is_sampling, smallest_evictee_bytes=0)
-    assert choose_victim([evictee(step) for step in range(100)], config, now_s=1).scored == scored
+    # Each is cheaper to restore than those before it.
+    snapshots = [evictee(step, restore_s=100.0 - step) for step in range(100)]
+    assert choose_victim(snapshots, config, now_s=1) == (90 if is_sampling else 99)
 
 
 def test_choose_victim_of_pinned_and_small_ones_is_none() -> None:
     snapshots = [evictee(1, is_pinned=True), evictee(2, size_bytes=99)]
     config = MemoryConfig(smallest_evictee_bytes=100)
-    assert choose_victim(snapshots, config, now_s=9) == Choice(step=None, scored=0)
+    assert choose_victim(snapshots, config, now_s=9) is None
 
 
 @given(

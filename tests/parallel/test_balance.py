@@ -18,6 +18,11 @@ from tests.parallel.mindspore.layouts import layouts
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 
 
+def imbalance(plan: BalancedPlan) -> float:
+    """Return the largest load over the mean; 1.0 is perfect."""
+    return float(plan.loads.max() / plan.loads.mean())
+
+
 def everybody(ranks: int) -> Groups:
     return (tuple(range(ranks)),)
 
@@ -56,7 +61,7 @@ def test_largest_load_is_at_most_two_percent_over_the_mean(
 ) -> None:
     plan = balance_by_bytes(model)
     assert plan.ranks == tuple(range(ranks))
-    assert plan.imbalance <= 1.02
+    assert imbalance(plan) <= 1.02
 
 
 def test_ranks_with_bytes_of_their_own_save_less_of_the_shared_ones() -> None:
@@ -120,7 +125,7 @@ def test_equal_groups_of_different_objects_are_one_layout() -> None:
 
 def test_nothing_to_save_is_a_plan_without_chunks() -> None:
     plan = balance_by_bytes([])
-    assert (plan.chunks, plan.ranks, plan.imbalance) == ((), (), 1.0)
+    assert (plan.chunks, plan.ranks) == ((), ())
 
 
 @pytest.mark.slow
@@ -133,7 +138,7 @@ def test_thousands_of_ranks_and_tensors_are_planned_side_by_side() -> None:
     ]
     tensors += replicated([(f"n{number}", (4096,)) for number in range(100)], ranks)
     plan = balance_by_bytes(tensors)
-    assert plan.imbalance <= 1.02
+    assert imbalance(plan) <= 1.02
 
 
 @pytest.mark.parametrize("keep", [1, 2])
@@ -144,7 +149,7 @@ def test_many_slices_are_dealt_out_as_few_are(keep: int) -> None:
         for number in range(20)
     ]
     plan = balance_by_bytes(tensors, keep_redundancy=keep, chunk_bytes=16)
-    assert plan.imbalance <= 1.02
+    assert imbalance(plan) <= 1.02
     for one in tensors:
         assert (saved_rows(plan, one, shards[5]) == keep).all()
 

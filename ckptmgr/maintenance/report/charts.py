@@ -18,6 +18,7 @@ from ckptmgr.observe.events import Event
 WIDTH, HEIGHT = 720, 200
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 14, 26
 _APART = 18
+_MOST_BARS = 200
 _MOST_MARKS = 1500  # more cannot be distinguished, and make the page slow
 _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, Fate.GONE: 3.0}
 
@@ -30,14 +31,12 @@ def shown(text: str) -> str:
     return escape(plain, quote=True)
 
 
-def metric_chart(
-    entries: Sequence[Entry], metric: str | None, most_marks: int = _MOST_MARKS
-) -> str:
+def metric_chart(entries: Sequence[Entry], metric: str | None) -> str:
     """Return the checkpoints by step, on the curve of a metric; without one, on a line.
 
     At least one of them has a step; the others are left out.
     """
-    chosen = _thinned([one for one in entries if one.step is not None], most_marks)
+    chosen = _thinned([one for one in entries if one.step is not None], _MOST_MARKS)
     values = [(one.step or 0, _value(one, metric), one) for one in chosen]
     known = [value for _, value, _ in values if value is not None]
     low, high = (min(known), max(known)) if known else (0.0, 0.0)
@@ -62,9 +61,9 @@ def metric_chart(
     return _svg(title, parts)
 
 
-def save_chart(saves: Sequence[Event], most_bars: int = 200) -> str:
+def save_chart(saves: Sequence[Event]) -> str:
     """Return a bar for each of the last saves: seconds until durable, and the training held up."""
-    last = saves[-most_bars:]
+    last = saves[-_MOST_BARS:]
     highest = max(max(one.seconds, _blocked(one)) for one in last) or 1.0
     width = (WIDTH - _LEFT - _RIGHT) / len(last)
     y = _scale(0.0, highest, HEIGHT - _BOTTOM, _TOP)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -46,7 +46,6 @@ def write_file(
     items: Sequence[Item],
     *,
     options: SaveOptions,
-    metadata: Mapping[str, str] | None = None,
     step: int | None = None,
     fs: FileSystem | None = None,
 ) -> Path:
@@ -78,9 +77,7 @@ def write_file(
         options=options,
         series=path.name,
         draft=draft,
-        metadata=metadata
-        if options.format == "ckpt"
-        else {**MINDSPORE_METADATA, **(metadata or {})},
+        metadata=None if options.format == "ckpt" else MINDSPORE_METADATA,
     )
     with lease_of_name(store, path.name):
         save_items(store, order)

@@ -69,9 +69,7 @@ class ManifestFiles(ManifestReader):
                 raise
             self.rename_leased(temp, target, series, manifest.name)
 
-    def reauthenticate(
-        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
-    ) -> None:
+    def reauthenticate(self, data_name: str, change: Callable[[ManifestKey], ManifestKey]) -> None:
         """Replace the authentication of a manifest; sync the directory to make it durable.
 
         Raises:
@@ -84,8 +82,7 @@ class ManifestFiles(ManifestReader):
         manifest, new = manifests.reauthenticated(
             old, path=path, key=self.trust.keys, change=change
         )
-        mode = self._mode_of(path) if mode is None else mode
-        self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
+        self.write(path, new, series=manifest.series, mode=self._mode_of(path), is_durable=True)
 
     def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
         """Publish a manifest unless its name is taken; sync the directory to make it durable.
