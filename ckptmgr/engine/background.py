@@ -62,12 +62,7 @@ class _Job(NamedTuple):
 
 
 class BackgroundSaver:
-    """Runs saves in a thread. Safe to use from several threads.
-
-    Args:
-        back_pressure: The treatment of a save while another one runs.
-        on_error: The treatment of a failure.
-    """
+    """Runs saves in a thread. Safe to use from several threads."""
 
     def __init__(
         self, *, back_pressure: BackPressure = "wait", on_error: OnError = "raise"

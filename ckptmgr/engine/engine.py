@@ -108,10 +108,8 @@ def engine_for(
     With a key nothing is spilled: spill files would hold the plaintext that the key protects. A
     warning says so, with the size of the largest state that a background save can then stage.
 
-    Args:
-        config: The configuration.
-        has_before_update: Whether the caller calls `before_update()` before it changes its state.
-        has_peers: As for `SaveEngine`.
+    `has_before_update`: the caller calls `before_update()` before it changes its state. `has_peers`
+    as for `SaveEngine`.
 
     Raises:
         ValueError: The configuration asks for zero stall, and the caller does not support it;
@@ -151,8 +149,6 @@ class SaveEngine:
             state could not be copied is then run with that error.
 
     Attributes:
-        mode: As given.
-        memory: As given.
         ledger: The account of its budget, for other users of that budget.
         make_room: Gives some of the budget back when a state does not fit; returns whether it did.
             Set before the first save.
@@ -193,14 +189,9 @@ class SaveEngine:
     ) -> SaveHandle | None:
         """Run a save; return the handle, or None when the save was skipped under back-pressure.
 
-        Args:
-            job: The save. The arrays of its items may change as soon as `handle.staged` is done,
-                which it is on return without zero stall.
-            writer: Names the file, commits it, and applies the retention policy, in the background.
-                A worker process can only reach the real disk.
-            watch: Emits the events of the save.
-            state: The state of the items; its torch modules show which buffers change in the
-                forward pass.
+        The arrays of the job may change as soon as `handle.staged` is done, which it is on return
+        without zero stall. `state` is the state of the items: its torch modules show which buffers
+        change in the forward pass.
 
         Raises:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier

@@ -47,12 +47,8 @@ def lay_out(
 ) -> StagingLayout:
     """Place tensors of the given sizes in bytes.
 
-    Args:
-        sizes: Bytes of each tensor, in order.
-        allocation: One region or several, of exact size or of whole quanta.
-        slab_bytes: The quantum. A state that would need many slabs gets larger ones, of several
-            quanta.
-        room_bytes: Free host memory; the slabs never add up to more. None for no limit.
+    `slab_bytes` is the quantum; a state that would need many slabs gets larger ones, of several
+    quanta. The slabs never add up to more than `room_bytes`, the free host memory.
 
     >>> lay_out([3000, 100], allocation="slabs", slab_bytes=4096, room_bytes=None)
     StagingLayout(places=[(0, 0), (0, 3008)], slabs_bytes=[4096], spill_bytes=0)

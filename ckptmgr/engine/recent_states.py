@@ -42,13 +42,9 @@ class _Note(NamedTuple):
 class RecentStates:
     """Keeps copies of the last states, within the budget of a `MemoryConfig`.
 
-    Args:
-        config: `snapshot_budget_bytes` and the eviction rules.
-        clock: Seconds on any clock; how long a state was not used has a share in the eviction.
-        cost_of: The cost of getting a state again, which decides about the eviction.
-        ledger: The account of `host_budget_bytes`, shared with the staging of saves; a new one by
-            default.
-        most: How many states are kept at most; the oldest is dropped first.
+    At most `most` states are kept; the oldest is dropped first. Otherwise the eviction depends on
+    the cost of getting a state again, and on how long it was not used. `ledger` is the account of
+    `host_budget_bytes`, shared with the staging of saves.
     """
 
     def __init__(

@@ -36,16 +36,8 @@ _LIBC.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 class Slab:
     """One region of staging memory.
 
-    Args:
-        size_bytes: Its size, at least 1.
-        config: Whether it is locked and which pages it uses.
-        is_shared: Whether another process can map it.
-        device: The accelerators that also lock a locked slab, or None.
-
-    Attributes:
-        id: Never used again for another region of this process.
-        size_bytes: Its size.
-        view: All of it.
+    With `is_shared` another process can map it. `device`: the accelerators that also lock a locked
+    slab. The `id` is never used again for another region of this process.
     """
 
     def __init__(
@@ -177,11 +169,8 @@ class Usage:
 class SlabPool:
     """Slabs of one kind, kept between states.
 
-    Args:
-        config: Kind of memory, and whether slabs are kept.
-        ledger: The budget.
-        is_shared: Whether slabs are memfds.
-        device: Returns the present accelerators, for which locked slabs are locked.
+    With `is_shared` the slabs are memfds. `device` returns the present accelerators, for which
+    locked slabs are locked.
     """
 
     def __init__(

@@ -28,14 +28,8 @@ Job = tuple[int, Callable[[], memoryview]]
 class SpillFile:
     """A nameless file; a write beyond its size makes it grow.
 
-    Args:
-        directory: Its folder; created with mode 0700 when it is missing.
-        size_bytes: Its initial size.
-        block_bytes: Size of one write.
-        writes_in_flight: Most writes at the same time.
-
-    Attributes:
-        id: Never used again for another region of this process.
+    A missing folder is created with mode 0700. The `id` is never used again for another region of
+    this process.
     """
 
     def __init__(

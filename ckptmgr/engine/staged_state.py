@@ -181,10 +181,8 @@ class StagedState:
     def fill(self, tensors: Sequence[Tensor], *, only: Iterable[int] | None = None) -> None:
         """Copy contents to their places.
 
-        Args:
-            tensors: All tensors of the state, in order.
-            only: Indices of the tensors to copy; all by default. Once all are copied the items have
-                their contents.
+        `tensors` are all of the state, in order; `only` has the indices of those to copy. Once all
+        are copied the items have their contents.
 
         Raises:
             StagingExhausted: The disk of a spill file is full.

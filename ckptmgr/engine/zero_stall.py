@@ -210,11 +210,9 @@ def defer(
 ) -> DeferredState:
     """Return a state of which only the tensors that may not wait are copied yet.
 
-    Args:
-        items: Tensors of a flattened state, and others, which are copied at once.
-        pool: The pool for the copies.
-        changing: Addresses of torch storages that change in the forward pass.
-        copies_all: Whether immutable arrays are copied, too, for another process.
+    Items that are no tensors are copied at once. `changing` has the addresses of torch storages
+    that change in the forward pass. With `copies_all` immutable arrays are copied, too, for another
+    process.
 
     Raises:
         StagingExhausted: They do not fit. Nothing is left behind.

@@ -97,9 +97,8 @@ def new_array(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 def make_arrays(entries: Iterable[TensorEntry], arrays: dict[int, np.ndarray]) -> list[Arena]:
     """Make the arrays of tensors that fill an arena; return the arenas, in file order.
 
-    Args:
-        entries: In file order.
-        arrays: Gets the arrays by the `id` of their entries; those of other entries are missing.
+    `entries` are in file order. `arrays` gets the arrays by the `id` of their entries; those of
+    other entries are missing.
     """
     found: list[Arena] = []
     run: list[TensorEntry] = []

@@ -49,12 +49,8 @@ def decrypt_file(
 ) -> ConversionResult:
     """Write the plaintext of an encrypted file to a file; durable when this returns.
 
-    Args:
-        source: The encrypted file.
-        target: The output, in an existing directory.
-        options: The key, and whether a file without seal is accepted.
-        force: Whether an existing target may be replaced.
-        clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
+    With `force` an existing target is replaced. `clock` stamps the manifest of a checkpoint that
+    had none.
 
     Raises:
         UnsafeWrite: The target is the input, exists, or has a name for another kind of file.
@@ -97,15 +93,8 @@ def encrypt_file(
     """Write a plain file encrypted to a file; durable when this returns.
 
     A `.ckpt` stays a file that MindSpore loads, with a seal, unless the target has the name of a
-    container; every other file goes into a container.
-
-    Args:
-        source: The plain file.
-        target: The output, in an existing directory. The name of a container ends in `.ckpe`.
-        key: Opens it. A `.ckpt` outside a container takes one key and nothing else.
-        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; in a container also `SM4-GCM`.
-        force: Whether an existing target may be replaced.
-        clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
+    container (`.ckpe`); every other file goes into a container. A `.ckpt` outside a container takes
+    one key and nothing else, and no `SM4-GCM`. `force` and `clock` as for `decrypt_file`.
 
     Raises:
         UnsafeWrite: The target is the input, exists, or has a name for another kind of file.

@@ -45,15 +45,9 @@ def export_file(
 ) -> ExportedWeights:
     """Write a checkpoint, or a part of it, as one plain file; durable when this returns.
 
-    Args:
-        source: The file of the checkpoint, of any format, encrypted or not.
-        target: The output, in an existing directory.
-        format: `ckpt` or `safetensors`.
-        only: The part of the state that is written, whose name its tensors lose; None writes all
-            values under their names, with the metadata to load the state again.
-        options: The key, and which files are accepted.
-        force: Whether an existing target may be replaced.
-        clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
+    `only` names the part of the state that is written, whose name its tensors lose; None writes all
+    values under their names, with the metadata to load the state again. With `force` an existing
+    target is replaced. `clock` stamps the manifest of a checkpoint that had none.
 
     Raises:
         UnsafeWrite: The target is the input, exists, has another ending, or holds a part beside

@@ -90,13 +90,9 @@ def recompress(
     level: int | None,
     options: ReadOptions,
 ) -> RecompressResult:
-    """Compress a checkpoint, or expand it, durably.
+    """Compress a checkpoint with a level of zstd, or expand it (None), durably.
 
-    Args:
-        store: The directory, with its key.
-        checkpoint: As listed by the store.
-        level: Of zstd; None expands. A compressed file stays as it is, whatever its level.
-        options: The key, and whether a file without a seal is accepted.
+    A compressed file stays as it is, whatever its level.
 
     Raises:
         UnsupportedCheckpoint: It is not a safetensors file, or that of several ranks.

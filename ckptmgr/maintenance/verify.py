@@ -67,12 +67,8 @@ def verify_checkpoint(
 ) -> Verification:
     """Check one checkpoint of a store; every fault is part of the answer.
 
-    Args:
-        store: The directory; its key authenticates the manifest.
-        checkpoint: As listed by the store.
-        level: How thoroughly to check.
-        options: The key, and whether files without a seal are accepted.
-        lineage: Of the store's listing; later checkpoints name the one that they came after.
+    The key of the store authenticates the manifest; `options` have the one that opens the file.
+    `lineage` is of the store's listing: later checkpoints name the one that they came after.
     """
     with REGISTERED.timed("verify", **about(checkpoint)) as facts:
         answer = _verify(store, checkpoint, level, options or ReadOptions(), lineage or Lineage())

@@ -105,12 +105,8 @@ class _Place:
 class WatchMirror:
     """Uploads for the directories of a watch, each to its address.
 
-    Args:
-        addresses: Directory to address.
-        trust: The keys; the mirror gets the files as they are.
-        keep: What to keep at each address, or None to remove nothing.
-        clock: Returns seconds since the epoch.
-        retry_s: Pause after a failure, in seconds; it doubles up to a minute.
+    `addresses` maps directory to address. The mirror gets the files as they are; `keep` says which
+    stay at each address, and with None all do. The pause after a failure doubles up to a minute.
 
     Raises:
         CkptmgrError: obstore is not installed, or refuses its configuration.

@@ -26,12 +26,8 @@ def check_name_lengths(
 ) -> None:
     """Raise unless the file system accepts the longest name that a file of a series may have.
 
-    Args:
-        directory: Where the files will be; it need not exist yet.
-        series: Name of the series, the start of the names.
-        extension: Of the data files.
-        has_epochs: Whether the names contain an epoch, as those of a callback do.
-        world: How many ranks save together; None for one process.
+    The directory need not exist yet. With `has_epochs` the names contain an epoch, as those of a
+    callback do; `world` is how many ranks save together, or None for one process.
 
     Raises:
         ValueError: A name is too long; names the limit.

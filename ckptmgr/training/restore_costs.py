@@ -39,9 +39,7 @@ class _Loadable(NamedTuple):
 class RestoreCosts:
     """Measures what `of` needs; several threads may use it.
 
-    Args:
-        clock: Seconds on the clock of the saves.
-        is_there: Whether a checkpoint still exists.
+    `clock` is that of the saves; `is_there` returns whether a checkpoint still exists.
     """
 
     def __init__(self, clock: Callable[[], float], is_there: Callable[[Checkpoint], bool]) -> None:

@@ -40,9 +40,8 @@ _Opener = Callable[[str], KeyProvider]
 def open_provider(address: str, *, installed: Iterable[EntryPoint] | None = None) -> KeyProvider:
     """Return the service at `address`. The service itself is not called yet.
 
-    Args:
-        address: `SCHEME:PLACE`, never with a secret in it.
-        installed: Entry points of other packages; None looks them up.
+    The address is `SCHEME:PLACE`, never with a secret in it. `installed` are the entry points of
+    other packages; None looks them up.
 
     Raises:
         KeySourceError: No service has this scheme, or the place is not valid for it.

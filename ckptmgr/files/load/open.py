@@ -99,13 +99,9 @@ def open_source(
 ) -> OpenCheckpoint:
     """Open a checkpoint over raw bytes.
 
-    Args:
-        raw: The bytes as stored.
-        path: For messages.
-        options: Key and what to accept.
-        manifest: Checks every byte that is read against its digests.
-        is_for_loading: `read_values` will read all contents and check the index; otherwise the
-            index is checked here, which may read most of a `.ckpt`.
+    With a manifest, every byte that is read is checked against its digests. `is_for_loading`:
+    `read_values` will read all contents and check the index; otherwise the index is checked here,
+    which may read most of a `.ckpt`.
 
     Raises:
         CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.

@@ -52,12 +52,8 @@ class ContainerStream:
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill each buffer, from its start, with the next piece; return the number of bytes.
 
-        A piece never crosses the end of a digest range. Each buffer has the length of a segment.
-
-        Args:
-            offset: Place in the file: the start of a digest range, or the end of the previous
-                piece.
-            buffers: The buffers to fill.
+        A piece never crosses the end of a digest range; `offset` is the start of one, or the end of
+        the previous piece. Each buffer has the length of a segment.
         """
         head = self._sealer.head
         if offset < len(head):

@@ -93,12 +93,8 @@ def write_image(
 ) -> Written:
     """Write every byte of `image`, sealed if there is a sealer; return the digests of the file.
 
-    The file is not synced. After an error its content is undefined and no thread is left running.
-
-    Args:
-        image: The plaintext.
-        file: A new, empty file.
-        sealer: Made for this image by `sealer_for` or `container_for`.
+    The file is new and empty, and is not synced. After an error its content is undefined and no
+    thread is left running.
 
     Raises:
         OSError: From the file.

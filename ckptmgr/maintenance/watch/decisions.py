@@ -38,13 +38,9 @@ from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm, Save
 
 
 class DirectoryWatch:
-    """State of one directory.
+    """State of one directory, watched since `started_at`, in seconds since the epoch.
 
-    Args:
-        directory: The directory.
-        started_at: When the watch began, in seconds since the epoch.
-        limits: When to alarm.
-        remembered: Name to fingerprint, of the checkpoints that passed a check before a restart.
+    `remembered` maps name to fingerprint, of the checkpoints that passed a check before a restart.
     """
 
     def __init__(
