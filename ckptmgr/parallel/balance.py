@@ -15,8 +15,8 @@ communication. Slices of one layout are dealt out together, which keeps thousand
 >>> plan = balance_by_bytes([Replicated(name="w", shape=(6, 4), item_bytes=4, groups=groups)])
 >>> [(share.start_row, share.stop_row) for share in plan.shares(0)]
 [(0, 1), (2, 3), (4, 5)]
->>> plan.imbalance
-1.0
+>>> plan.loads.tolist()
+[48, 48]
 """
 
 from __future__ import annotations
