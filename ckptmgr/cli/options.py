@@ -75,24 +75,22 @@ def check_place(text: object) -> None:
 
 
 class _Path(click.Path):
+    """A path of the disk; with `takes_urls` also the address of an object store."""
+
+    def __init__(self, *, takes_urls: bool = False) -> None:
+        super().__init__(path_type=Path)
+        self._takes_urls = takes_urls
+
     def convert(
         self,
         value: str | os.PathLike[str],
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> str | bytes | os.PathLike[str]:
-        check_path(value)
-        return super().convert(value, param, ctx)
-
-
-class _Place(click.Path):
-    def convert(
-        self,
-        value: str | os.PathLike[str],
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> str | bytes | os.PathLike[str]:
-        check_place(value)
+        if self._takes_urls:
+            check_place(value)
+        else:
+            check_path(value)  # refuses addresses
         if not is_url(value):
             return super().convert(value, param, ctx)
         from ckptmgr.objects.paths import UrlPath
@@ -110,8 +108,8 @@ def checked_address(text: str) -> str:
         raise UsageProblem(str(error), hint="see docs/object-stores.md") from None
 
 
-PATH = _Path(path_type=Path)
-PLACE = _Place(path_type=Path)
+PATH = _Path()
+PLACE = _Path(takes_urls=True)
 """A path, or the address of an object store."""
 
 

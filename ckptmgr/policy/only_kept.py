@@ -30,7 +30,7 @@ class PassedOver(NamedTuple):
         reason: A sentence for people.
         lacks_metric: Whether a rule ranks by a metric that was not given: the next step that has it
             is looked at in its place.
-        is_doubtful: Whether a metric was missing or no number, of which the user hears.
+        is_doubtful: Whether a metric was missing or no number, which a warning reports.
     """
 
     reason: str

@@ -254,7 +254,7 @@ class DataState:
     def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:
         """Yield batches; note the random numbers before a fetch that is one batch ahead.
 
-        There is no second `iter`, as of `yield from`: it begins some loaders anew.
+        There is no second `iter`, as of `yield from`: it restarts some loaders.
         """
         while True:
             before = self._random.state_dict() if place.parts.is_ahead else None

@@ -66,7 +66,7 @@ def _schedule_problems(trainer: Any, stored: Mapping[str, Any]) -> Iterator[tupl
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     states, at = stored.get(_SCHEDULES), Path().key(_SCHEDULES)
     if not states:
-        return  # there were none, or the module has emptied them: they begin anew
+        return  # there were none, or the module has emptied them: they start over
     if not schedules and _OF_AVERAGING in states[0]:
         return  # StochasticWeightAveraging takes the others away, and gives its own back later
     if len(schedules) != len(states):
