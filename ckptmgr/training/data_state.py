@@ -16,8 +16,8 @@ program without them still works. Rules, each found by failing:
 * A loader of Accelerate or Ray fetches the next batch before it gives one. So the numbers that this fetch
   drew, and the one before it, are put back before the last batches that are skipped.
 * A pass that was left before a step ended is over: the program that was saved begins a new one.
-* A loader that is continued steps later, such as one of validation, leaves the random numbers that
-  the training has drawn from since where they are.
+* A loader that is continued steps later, such as one of validation, or beside another, as in `zip`,
+  leaves the random numbers that the run has drawn from since where they are.
 """
 
 from __future__ import annotations
@@ -111,6 +111,8 @@ class DataState:
         self._pending_random: Any = None
         self._noted: _Noted | None = None
         self._has_gone_on = False  # a step has ended since the restore
+        self._ended = 0  # passes since the restore
+        self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
 
     def note(self, step: int) -> None:
@@ -212,6 +214,7 @@ class DataState:
             self.forget()
             self._pending, self._pending_random = stored["loaders"], stored["random"]
             self._has_gone_on = False
+            self._ended, self._asked = 0, {}
             put()
 
         put = self._random.plan(stored["random"])
@@ -225,7 +228,21 @@ class DataState:
         epoch: int | None,
         random: Sequence[object],
     ) -> Iterator[_T]:
-        """Yield the batches of one pass, from where the checkpoint was."""
+        """Return the batches of one pass, from where the checkpoint was."""
+        stored = self._pending.get(name)
+        if stored is not None and self._asked.setdefault(name, self._ended) < self._ended:
+            # `zip` has left it before, without a batch, when the loader beside it ended.
+            self._pending[name] = {**stored, "is_open": False, "loader": None}
+        return self._batches(loader, name=name, epoch=epoch, random=random)
+
+    def _batches(
+        self,
+        loader: Iterable[_T],
+        *,
+        name: str,
+        epoch: int | None,
+        random: Sequence[object],
+    ) -> Iterator[_T]:
         self._refuse_beside(loader, name)
         parts = LoaderParts(loader, random)
         stored = self._pending.pop(name, None)
@@ -248,6 +265,7 @@ class DataState:
                 # It may have drawn the numbers that the first run drew before the save.
                 self._put_back(parts, at_save, name)
             place.is_open = False
+            self._ended += 1
         finally:
             place.is_iterated = False
 
@@ -326,9 +344,12 @@ class DataState:
         return _Pass(parts, count=count, start=start), iterator
 
     def _at_save(self, parts: LoaderParts, stored: Mapping[str, Any]) -> _AtSave:
-        """Return the generators of the save; as they are now, where steps have drawn from them."""
+        """Return the generators of the save; as they are now, where the run has drawn from them.
+
+        It has when a step has ended, or when another loader has given its batch of this step.
+        """
         generators = stored["generators"]
-        if not self._has_gone_on:
+        if not (self._has_gone_on or any(one.is_iterated for one in self._passes.values())):
             return _AtSave(self._pending_random, generators)
         others = [one.parts for one in self._passes.values()]
         shared = {path: one for path, one in parts.generators(others).items() if path in generators}

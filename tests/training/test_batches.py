@@ -396,6 +396,33 @@ def test_loader_that_a_shorter_one_has_ended_begins_anew(tmp_path: Path) -> None
     assert seen + run(saving(tmp_path / "cut", 100), 3) == expected
 
 
+@pytest.mark.parametrize("last", [2, 4, 5], ids=["inside", "last batch", "first batch"])
+def test_loaders_that_draw_side_by_side_go_on(last: int, tmp_path: Path) -> None:
+    """The second one begins when the first one has fetched its batch already."""
+
+    def run(manager: CheckpointManager, last: int) -> list[Any]:
+        loaders: list[Any] = [Shuffled(), Shuffled()]
+        seen: list[Any] = []
+        with manager:
+            step = manager.resume({"n": 1}).step
+            while step < last:
+                passes = [manager.batches(one, name=str(n)) for n, one in enumerate(loaders)]
+                for first, second in zip(*passes, strict=False):
+                    seen.append([first.tolist(), second.tolist(), np.random.random()])
+                    step += 1
+                    manager.step_end(step, {"n": 1})
+                    if step == last:
+                        break
+        return seen
+
+    seed()
+    expected = run(saving(tmp_path / "uncut"), 9)
+    seed()
+    seen = run(saving(tmp_path / "cut"), last)
+    np.random.seed(7)
+    assert seen + run(saving(tmp_path / "cut"), 9) == expected
+
+
 def test_generator_that_is_named_is_put_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
 
