@@ -7,8 +7,9 @@ keeps the state that the callback asked for, and passes everything else on.
 
 When a step is saved, each rule found by failing:
 
-* Inside an epoch in `on_train_batch_end`.
-* Before a validation in `on_validation_end`: Lightning does not repeat the validation of a batch that
+* Inside an epoch after `on_train_batch_end`, also that of the module, such as of an average of its
+  weights, which Lightning calls after those of the callbacks.
+* Before a validation after `on_validation_end`, alike: Lightning does not repeat the validation of a batch that
   was saved before it, so that early stopping and random numbers would be others.
 * At the last batch of an epoch in `on_train_epoch_end`, after the hooks and the validation.
 * Random numbers are put back at the start of the epoch, or at the first batch: between the load
@@ -23,6 +24,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,6 +40,7 @@ from ckptmgr.integrations.lightning.checkpoint_io import (
 )
 from ckptmgr.integrations.lightning.loaders import TrainingLoaders
 from ckptmgr.integrations.lightning.manager_io import SCHEME, ManagerIO
+from ckptmgr.integrations.lightning.module_hooks import ModuleHooks
 from ckptmgr.integrations.lightning.optimizers import (
     check_optimizers,
     note_classes,
@@ -132,7 +135,8 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         self._is_resumed = False
         self._ended_step: int | None = None
         self._saved_step: int | None = None
-        self._waits_for: Literal["validation", "epoch"] | None = None
+        self._waits_for: Literal["module", "validation", "epoch"] | None = None
+        self._hooks: ModuleHooks | None = None
         self._has_stepped = True
         self._is_between_epochs = False
         self._metrics: Mapping[str, float] = {}
@@ -179,6 +183,10 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
                 return self._loaders.stand_in(made) if trainer.training else made
 
             strategy.process_dataloader = process_dataloader
+            saves = partial(self._save_ended_step, trainer)
+            self._hooks = ModuleHooks(
+                pl_module, {"on_train_batch_end": saves, "on_validation_end": saves}
+            )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse to train from scratch beside checkpoints, or with other optimizers.
@@ -230,11 +238,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save, if it is due, or wait for the end of the validation or of the epoch.
-
-        Raises:
-            UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
-        """
+        """Note that a step has ended, and what its save waits for."""
         self._has_stepped = trainer.global_step != self._ended_step
         if trainer.fast_dev_run or not self._has_stepped:
             return
@@ -244,11 +248,20 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         elif _validates(trainer, batch_idx):
             self._waits_for = "validation"
         else:
-            self._step_end(trainer)
+            self._waits_for = "module"
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the step that the validation followed."""
+        """Note that the save of a step waits for the module alone."""
         if self._waits_for == "validation":
+            self._waits_for = "module"
+
+    def _save_ended_step(self, trainer: Any) -> None:
+        """Save, after the hook of the module.
+
+        Raises:
+            UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
+        """
+        if self._waits_for == "module":
             self._step_end(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -368,6 +381,9 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             trainer.strategy.checkpoint_io = self._io.inner
             vars(trainer.strategy).pop("process_dataloader", None)
             self._io = None
+        if self._hooks is not None:
+            self._hooks.uninstall()
+            self._hooks = None
 
 
 def _facts(trainer: Any) -> dict[str, Any]:
