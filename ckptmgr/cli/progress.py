@@ -22,6 +22,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Self, TextIO
 
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.io.byte_counters import Direction, counting
 
 if TYPE_CHECKING:
@@ -98,9 +99,9 @@ class ProgressLine:
     def _write_line(self, now: float) -> None:
         rounds, done_bytes = divmod(self._done_bytes, self._total_bytes)
         label = f"{self._label} (pass {rounds + 1})" if rounds else self._label
-        done = f"{_mib(done_bytes)} of {_mib(self._total_bytes)} MiB"
+        done = f"{size_text(done_bytes)} of {size_text(self._total_bytes)}"
         rate = self._done_bytes / max(now - self._started_s, _REDRAW_S)
-        self._stream.write(f"{label}: {done}, {_mib(rate)} MiB/s\n")
+        self._stream.write(f"{label}: {done}, {rate_text(rate)}\n")
         self._stream.flush()
 
     def _draw(self) -> None:
@@ -147,10 +148,6 @@ def _elided(label: str, columns: int) -> str:
     """Return a label of at most `columns` columns; its end distinguishes checkpoints."""
     columns = max(columns, _LEAST_LABEL)
     return label if len(label) <= columns else f"...{label[3 - columns :]}"
-
-
-def _mib(size_bytes: float) -> str:
-    return f"{size_bytes / (1 << 20):.1f}"
 
 
 def _ignoring_errors(work: Callable[[], object]) -> bool:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.sizes import bytes_in
 from ckptmgr.files.load.named_part import tops_of
 from ckptmgr.files.load.state import SKELETON
 from ckptmgr.formats.tensor import TensorSpec
@@ -25,23 +26,21 @@ _ONE_NAME = "model.safetensors"
 _WEIGHTS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
 _SEPARATORS = ("/", ".")
 _SHOWN = 20
-_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGT]i?)?B", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def size_of(size: object) -> int:
-    """Return a size in bytes: a number, or a text such as `5GB` (10**9) or `5GiB` (2**30).
+    """Return a size in bytes: a number, or a text such as `5GB`, as `bytes_in`.
 
     Raises:
         TypeError, ValueError: It is neither, or less than one byte.
     """
     if isinstance(size, str):
-        match = _SIZE.fullmatch(size.strip())
-        if match is None:
-            raise ValueError("max_shard_size must be a size such as '5GB', '500MB' or '1GiB'")
-        unit = (match[2] or "").upper()
-        base = 1024 if unit.endswith("I") else 1000
-        size = int(float(match[1]) * base ** _POWERS[unit.removesuffix("I")])
+        try:
+            size = bytes_in(size)
+        except ValueError:
+            raise ValueError(
+                "max_shard_size must be a size such as '5GB', '500MB' or '1GiB'"
+            ) from None
     if isinstance(size, bool) or not isinstance(size, int):
         raise TypeError(
             f"max_shard_size must be a number of bytes or a text such as '5GB', not {type(size)}"

@@ -136,8 +136,8 @@ def test_tied_weights_are_counted(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ((), "--hf"),
-        (("--hf", "--max-shard-size", "much"), "--max-shard-size is no size"),
-        (("--hf", "--max-shard-size", "0B"), "--max-shard-size is no size"),
+        (("--hf", "--max-shard-size", "much"), "--max-shard-size: 'much' is not a size"),
+        (("--hf", "--max-shard-size", "0B"), "--max-shard-size is less than one byte"),
         (("--hf", "--only", ""), "--only is empty"),
         (("--hf", "--only", "model"), "its parts are 'net', 'optimizer'"),
     ],

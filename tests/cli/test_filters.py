@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli import places
-from ckptmgr.cli.sizes import parse_size
 from tests.cli.running import run, run_json
 from tests.support.foreign import golden_run, write_archive
 from tests.support.saved import flip, save_run, tree_of
@@ -167,12 +166,6 @@ def test_prune_without_a_terminal_asks_only_where_the_filter_leaves_something(ru
     command = ("prune", runs, "--keep", "last(1)", "--filter")
     assert run(*command, "step>900").exit_code == 0
     assert run(*command, "step<20").exit_code == 13
-
-
-def test_sizes_have_units_of_either_base() -> None:
-    assert [parse_size(text, option="-") for text in ("1k", "1KB", "1KiB", "2.5 g", "7", "7B")] == [
-        *(1024, 1000, 1024, 5 << 29, 7, 7),
-    ]
 
 
 def test_runs_in_folders_below_are_listed_with_their_directory(tmp_path: Path) -> None:

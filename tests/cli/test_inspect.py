@@ -162,7 +162,7 @@ def with_stats(tmp_path: Path, **stats: float) -> str:
 
 
 def test_cost_of_a_synchronous_save(tmp_path: Path) -> None:
-    assert with_stats(tmp_path).endswith(" s, synced in 0 s, 1 GB/s")
+    assert with_stats(tmp_path).endswith(" s, synced in 0 s, 1.0 GB/s")
 
 
 def test_cost_of_a_save_in_the_background(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_cost_of_a_save_in_the_background(tmp_path: Path) -> None:
         buffer_bytes=float(1 << 20),
     )
     assert shown.endswith(
-        "1 GB/s, copied in 0.25 s, training held up for 0.5 s, queued for 2 s, 4.0 MiB of memory"
+        "1.0 GB/s, copied in 0.25 s, training held up for 0.5 s, queued for 2 s, 4.0 MiB of memory"
     )
 
 

@@ -178,10 +178,12 @@ def test_without_a_terminal_a_line_comes_every_ten_seconds() -> None:
         count_bytes("read", MIB)
         assert stream.getvalue() == ""
         count_bytes("read", MIB)
-        assert stream.getvalue() == "net.ckpt: 2.0 of 4.0 MiB, 0.2 MiB/s\n"
+        assert stream.getvalue() == "net.ckpt: 2.0 MiB of 4.0 MiB, 209.7 kB/s\n"
         count_bytes("read", MIB)
         count_bytes("read", 3 * MIB)
-    assert stream.getvalue().splitlines()[1:] == ["net.ckpt (pass 2): 2.0 of 4.0 MiB, 0.3 MiB/s"]
+    assert stream.getvalue().splitlines()[1:] == [
+        "net.ckpt (pass 2): 2.0 MiB of 4.0 MiB, 314.6 kB/s"
+    ]
 
 
 def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,4 +191,4 @@ def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None
     stream = Terminal()
     with ProgressLine("net.ckpt", MIB, stream=stream, clock=clock_of(0, 11)):
         count_bytes("read", MIB // 2)
-    assert stream.getvalue() == "net.ckpt: 0.5 of 1.0 MiB, 0.0 MiB/s\n"
+    assert stream.getvalue() == "net.ckpt: 512 KiB of 1.0 MiB, 47.7 kB/s\n"

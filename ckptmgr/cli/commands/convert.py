@@ -14,7 +14,7 @@ from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, code_of, report
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.sizes import size_text
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def _print(output: Output, answer: RecompressResult) -> None:
     if answer.outcome.value == "nothing":
         output.line(f"unchanged   {answer.target.name}")
         return
-    speed = answer.raw_bytes / answer.elapsed_s / 1e9
+    speed = rate_text(answer.raw_bytes / answer.elapsed_s)
     output.line(
         f"{answer.outcome.value:<10}  {answer.target.name}  {size_text(before)} {arrow} {size_text(after)} "
-        f"({after / before:.1%}), {answer.elapsed_s:.1f} s, {speed:.2f} GB/s"
+        f"({after / before:.1%}), {answer.elapsed_s:.1f} s, {speed}"
     )
 
 

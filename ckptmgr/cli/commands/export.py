@@ -13,6 +13,7 @@ import click
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.render import Output
+from ckptmgr.cli.sizes import parse_size
 from ckptmgr.core.names import FORMATS, stem_of
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
@@ -162,14 +163,10 @@ def export_command(
 
 
 def _size(text: str) -> int:
-    from ckptmgr.maintenance.export_plan import size_of
-
-    try:
-        return size_of(text)
-    except ValueError:
-        raise UsageProblem(
-            "--max-shard-size is no size", hint="write e.g. 500MB, 5GB or 5GiB"
-        ) from None
+    size = parse_size(text, option="--max-shard-size")
+    if size < 1:
+        raise UsageProblem("--max-shard-size is less than one byte", hint="write 500MB, 1GiB or 2g")
+    return size
 
 
 def _show(output: Output, selected: Selected, done: ExportedWeights, *, elapsed_s: float) -> None:

@@ -15,7 +15,7 @@ from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.names import OPAQUE
-from ckptmgr.core.sizes import size_text
+from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _costs(stats: Mapping[str, float], size_bytes: int) -> Iterator[str]:
     synced_s = max(write_s, stats.get("until_synced_s", write_s))
     yield f"written in {write_s:.3g} s"
     yield f"synced in {synced_s - write_s:.3g} s"
-    yield f"{size_bytes / synced_s / 1e9:.3g} GB/s"
+    yield rate_text(size_bytes / synced_s)
     if "stage_s" in stats:
         yield f"copied in {stats['stage_s']:.3g} s"
         yield f"training held up for {stats.get('blocked_s', 0.0):.3g} s"

@@ -20,7 +20,7 @@ from ckptmgr.cli.render import Cell
 def storage_command(ctx: click.Context, action: str, place: Path) -> int:
     """Say what an object store guarantees, by trying it.
 
-    Writes about 35 MB below URL, in a folder of its own that is removed again. NEEDED is what
+    Writes about 35 MiB below URL, in a folder of its own that is removed again. NEEDED is what
     uploads and removals rely on; without all of it the exit code is 1. Credentials, region and
     endpoint come from the environment (AWS_..., GOOGLE_..., AZURE_...). -q prints the names of the
     checks that failed.
