@@ -330,9 +330,15 @@ class Restorer:
         parts = self._plan_mapping(target.state_dict(), stored, path)
         return Parts(parts.visits, Step(parts.step.takes, lambda _: target))
 
-    def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> Parts:
+    def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> Plan:
         # Its load_state_dict takes DTensors: the stored tensors are copied into the current ones.
         current = target.state_dict()
+        if "param_groups" in current and stored.get("state") and not current["state"]:
+            return self._differ(
+                path.key("state"),
+                "is empty, and DTensors are filled in place: before, take a step or call"
+                " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
+            )
         parts = self._plan_mapping(current, stored, path)
 
         def make(values: list[Any]) -> object:
