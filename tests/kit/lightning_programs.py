@@ -81,6 +81,13 @@ def stateful(directory: str, steps: int) -> object:
     return _fit(directory, loader, async_save="thread", max_steps=steps)
 
 
+def reloaded(directory: str, steps: int) -> object:
+    """Train with loaders that Lightning loads anew for each epoch, of a limited length."""
+    loader = DataLoader(Noisy(), SIZE // 2, shuffle=True)
+    options = {"reload_dataloaders_every_n_epochs": 1, "limit_train_batches": 4}
+    return _fit(directory, loader, max_steps=steps, **options)
+
+
 def workers(directory: str, steps: int) -> object:
     """Train with two workers."""
     own = torch.Generator().manual_seed(5)

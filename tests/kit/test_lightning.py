@@ -33,7 +33,7 @@ PROGRAMS = {
     "examples/lightning_fit.py:main": {"steps_per_epoch": 10, "keep": 2, **COMMON},
     **{
         f"tests/kit/lightning_programs.py:{name}": {"steps_per_epoch": 4, **COMMON}
-        for name in ("steps", "epochs", "stateful", "workers")
+        for name in ("steps", "epochs", "stateful", "reloaded", "workers")
     },
 }
 
@@ -42,6 +42,22 @@ PROGRAMS = {
 @every_cut(PROGRAMS)
 def test_fit_goes_on_as_if_it_had_not_been_cut(cut: str, check: Callable[[str], None]) -> None:
     check(cut)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_schedule_of_accumulation_is_that_of_the_epoch_that_goes_on(tmp_path: Path) -> None:
+    """Lightning sets it when an epoch starts, which a resumed one does not."""
+
+    def run(name: str, steps: int) -> Any:
+        lightning.seed_everything(0, verbose=False)
+        every = lightning.pytorch.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+        model = BoringModel()
+        fit(tmp_path / name, steps, model=model, callbacks=[every], limit_train_batches=4)
+        return model.layer.weight
+
+    expected = run("uncut", 8)
+    run("cut", 5)  # two of the four batches of the second epoch
+    assert torch.equal(run("cut", 8), expected)
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+_ACCUMULATION = "GradientAccumulationScheduler"
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -211,7 +212,11 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         self.manager.resume(start=self._start)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Give back the metrics, for what monitors them; warn of what Lightning does not resume."""
+        """Give back what Lightning does not resume, such as the metrics; warn of the rest."""
+        if self._is_resumed:  # the number of batches for a step is set where an epoch starts
+            for callback in trainer.callbacks:
+                if any(one.__name__ == _ACCUMULATION for one in type(callback).__mro__):
+                    callback.on_train_epoch_start(trainer, pl_module)
         trainer.callback_metrics.update(
             {name: torch.tensor(value) for name, value in self._metrics.items()}
         )
@@ -234,6 +239,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
     ) -> None:
         """Note that an epoch runs; of a resumed one Lightning does not say that it starts."""
         self._is_between_epochs = False
+        self._loaders.iterated()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int

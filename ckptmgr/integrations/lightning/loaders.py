@@ -60,10 +60,15 @@ class TrainingLoaders:
         self._manager = manager
         self._before_first = before_first
         self._batches: list[Batches[Any]] = []
+        self._are_iterated = False
 
     def begin(self) -> None:
         """Number the loaders from zero: Lightning asks for all of them again."""
-        self._batches = []
+        self._batches, self._are_iterated = [], False
+
+    def iterated(self) -> None:
+        """Note that all loaders of an epoch are there."""
+        self._are_iterated = True
 
     def stand_in(self, loader: Any) -> TrainingLoader:
         """Return a stand-in for a loader; warn where it cannot go on bit for bit."""
@@ -73,6 +78,8 @@ class TrainingLoaders:
                 " skips one batch: give %s a __len__, or save at the end of epochs",
                 type(loader).__name__,
             )
+        if self._are_iterated:  # Lightning loads them anew for an epoch
+            self.begin()
         number = len(self._batches)
         name = f"train {number}" if number else "train"
         batches = self._manager.batches(loader, name=name)
