@@ -396,9 +396,7 @@ class CheckpointManager:
                 and with a state that is no function, the first call finds it.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
-        check_metrics(metrics)
-        self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
-        self._past.seen_step = step
+        self.note_step(step, state, epoch=epoch, metrics=metrics)
         self._data.note(step)
         self._preemption.step_ended(step)
         self._engine.check()
@@ -416,6 +414,24 @@ class CheckpointManager:
         if step == 0:
             self._past.progress.demand()
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+
+    def note_step(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> None:
+        """Take a step for the last one, which an exit saves; `step_end` does so, too.
+
+        It is for callbacks of frameworks that fail after a step has ended and before they may save
+        it, such as in an evaluation. Args and errors are those of `step_end`.
+        """
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
+        check_metrics(metrics)
+        self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
+        self._past.seen_step = step
 
     @property
     def skipped(self) -> str | None:

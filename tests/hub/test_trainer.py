@@ -140,6 +140,26 @@ def test_exception_save_saves_the_last_step_that_ended(tmp_path: Path) -> None:
     assert [one.step for one in CheckpointManager(tmp_path / "runs").checkpoints()] == [2, 4, 5]
 
 
+class FailingEvaluation(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Fail in an evaluation."""
+
+    def on_evaluate(self, *_: Any, **kwargs: Any) -> None:
+        raise Failed("mine")
+
+
+def test_exception_in_an_evaluation_saves_its_step_which_goes_on(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
+    expected = train(tmp_path / "uncut", config, eval_strategy="steps", eval_steps=3)
+    with pytest.raises(Failed, match="mine"):
+        train(
+            tmp_path, config, eval_strategy="steps", eval_steps=3, callbacks=[FailingEvaluation()]
+        )
+    (saved,) = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert (saved.step, saved.why) == (3, "exception:Failed")
+    found = train(tmp_path, config, eval_strategy="steps", eval_steps=3)
+    assert bytes_of(found.model) == bytes_of(expected.model)
+
+
 def test_checkpoint_of_an_evaluated_step_has_its_metrics_and_the_best_is_kept(
     tmp_path: Path,
 ) -> None:

@@ -94,7 +94,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._stored_model: Mapping[str, str] | None = None
         self._stored_optimizer: Mapping[str, Any] = {}
         self._ended: tuple[Checkpoint, int, float | None] | None = None
-        self._is_pending = False
+        self._pending: tuple[Any, Mapping[str, Any]] | None = None  # of a step whose save waits
         self._metrics: dict[str, float] = {}
         self._after_save: tuple[object, ...] | None = None
         self._has_warned = False
@@ -121,6 +121,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 f"ckptmgr: {self._resumed.path} was being resumed; if it does not fit, {WAYS_OUT}"
             )
             add_note(error, text)
+        if error is not None and self._pending is not None:
+            self.manager.note_step(**self._ended_step(*self._pending))
         try:
             self._open.__exit__(kind, error, traceback)
         finally:
@@ -210,7 +212,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._check_start(state, kwargs)
         self._open.close()
         self._open.enter_context(self.manager)
-        self._is_pending = False
+        self._pending = None
         resumed, self._resumed, self._ended = self._resumed, None, None
         if resumed is not None and state.global_step >= state.max_steps:
             self._ended = (resumed, state.global_step, state.epoch)
@@ -218,7 +220,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Put back the random numbers with which the epoch began that a resumed run is in."""
-        self._end_step(state, control, kwargs)
+        self._end_step(control)
         self._after_save = None
         if self._saved_epoch is not None:
             saved, self._saved_epoch = self._saved_epoch, None
@@ -229,23 +231,23 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Save the step before, if it was logged or evaluated meanwhile."""
         self._given.close()
         self._warn_of_draws()
-        self._end_step(state, control, kwargs)
+        self._end_step(control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save by the policy, after the evaluation that the Trainer makes now, if it makes one."""
         if self._ended is not None:
             self._undo_step(state, kwargs)
             return
-        self._is_pending = True
+        self._pending = state, kwargs
         if not (control.should_log or control.should_evaluate or _is_whole(state)):
-            self._end_step(state, control, kwargs)
+            self._end_step(control)
             self._after_save = None if self._has_warned else _draws()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last step of the epoch, unless it is evaluated now."""
         is_cut = not _is_whole(state)  # an evaluation that the uncut run would not make
         if is_cut or not (control.should_log or control.should_evaluate):
-            self._end_step(state, control, kwargs)
+            self._end_step(control)
         if is_cut and control.should_training_stop:
             self._open.close()
 
@@ -262,7 +264,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last step, and wait for saves in the background."""
         self._given.close()
-        self._end_step(state, control, kwargs)
+        self._end_step(control)
         self._open.close()
 
     def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
@@ -301,12 +303,15 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         parts = {part: kwargs[name] for part, name in names.items()}
         self.manager.load(resumed, parts, only=list(parts))
 
-    def _end_step(self, state: Any, control: Any, kwargs: Mapping[str, Any]) -> None:
+    def _end_step(self, control: Any) -> None:
         """End a step for the manager, once."""
-        if not self._is_pending:
-            return
-        self._is_pending = False
-        metrics, self._metrics = self._metrics, {}
+        if self._pending is not None:
+            self.manager.step_end(**self._ended_step(*self._pending))
+            self._pending, self._metrics = None, {}
+            control.should_training_stop |= self.manager.should_stop
+
+    def _ended_step(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the manager is told of a step."""
         step_random, epoch_random = GlobalRandom().state_dict(), self._epoch_random
 
         def content() -> dict[str, object]:
@@ -325,8 +330,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             scaler = getattr(optimizer, "scaler", None)
             return found if scaler is None else found | {"scaler": scaler}
 
-        self.manager.step_end(state.global_step, content, epoch=int(state.epoch), metrics=metrics)
-        control.should_training_stop |= self.manager.should_stop
+        facts = {"epoch": int(state.epoch), "metrics": self._metrics}
+        return {"step": state.global_step, "state": content, **facts}
 
     def _warn_of_draws(self) -> None:
         """Warn once if the data draw from the generators of this process."""
