@@ -116,17 +116,17 @@ def _cut(step: int, number: signal.Signals) -> Callable[[Any], None]:
     return observe
 
 
-def _give_nan(step: int) -> None:
+def _give_nan(at: int) -> None:
     """Let managers of this process get NaN as the metrics of a step."""
     from ckptmgr.training.manager import CheckpointManager
 
     given = CheckpointManager.step_end
 
-    def step_end(self: CheckpointManager, at: int, state: object, **options: Any) -> object:
+    def step_end(self: CheckpointManager, step: int, state: object, **options: Any) -> object:
         metrics = options.get("metrics")
         if at == step and metrics:
             options["metrics"] = dict.fromkeys(metrics, math.nan)
-        return given(self, at, state, **options)
+        return given(self, step, state, **options)
 
     CheckpointManager.step_end = step_end  # type: ignore[method-assign, assignment]
 
