@@ -333,12 +333,16 @@ class Restorer:
     def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> Plan:
         # Its load_state_dict takes DTensors: the stored tensors are copied into the current ones.
         current = target.state_dict()
-        if "param_groups" in current and stored.get("state") and not current["state"]:
-            return self._differ(
-                path.key("state"),
-                "is empty, and DTensors are filled in place: before, take a step or call"
-                " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
-            )
+        if isinstance(target, sys.modules["torch"].optim.Optimizer):
+            if stored.get("state") and not current["state"]:
+                return self._differ(
+                    path.key("state"),
+                    "is empty, and DTensors are filled in place: before, take a step or call"
+                    " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
+                )
+            for at, problem in optimizer_problems(target, {**stored, "state": {}}, path):
+                self._differ(at, problem)
+            current["param_groups"] = None  # takes the stored ones, also of an older torch
         parts = self._plan_mapping(current, stored, path)
 
         def make(values: list[Any]) -> object:

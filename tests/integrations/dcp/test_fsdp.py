@@ -125,6 +125,33 @@ def test_module_and_optimizer_of_dtensors_are_filled_in_place() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_optimizer_of_dtensors_takes_a_checkpoint_of_an_older_torch_and_none_of_another_class() -> (
+    None
+):
+    from torch.distributed.fsdp import fully_shard
+
+    def stepped(kind: Any) -> Any:
+        model: Any = fully_shard(torch.nn.Linear(3, 2))
+        optimizer = kind(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    saved = stepped(torch.optim.AdamW)
+    del saved.param_groups[0]["decoupled_weight_decay"]  # as before it was one of its options
+    flat = tree.flatten(saved, LayoutSlicer(0))
+    read = {
+        t.spec.name: np.frombuffer(t.content(), t.spec.dtype.to_numpy()).reshape(t.spec.shape)
+        for t in flat.tensors
+    }
+    resumed = stepped(torch.optim.AdamW)
+    tree.restore(resumed, flat.skeleton, lambda name: read[name])
+    assert resumed.param_groups[0]["decoupled_weight_decay"] is True
+    with pytest.raises(tree.StateMismatch, match="optimizer is another than Adamax"):
+        tree.restore(stepped(torch.optim.Adamax), flat.skeleton, lambda name: read[name])
+
+
+@pytest.mark.usefixtures("alone")
 def test_pending_sum_is_refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial
