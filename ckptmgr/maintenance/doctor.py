@@ -119,6 +119,12 @@ def check_resume(
         # A resume takes a save from the middle of a step last.
         newest_first = sorted(reversed(line.checkpoints), key=lambda one: one.is_emergency)
         yield _resume_of(store, newest_first, options, level)
+    # Of which run they are, and whether they are its newest, only their manifests could say.
+    for one in found if any(one.is_countable for one in found) else ():
+        if one.state is State.CORRUPT and one.run_id is None:
+            text = f"{one.name}: {one.problem}; a resume passes over it"
+            hint = "ckptmgr verify says what is wrong with it"
+            yield Finding(check="resume", grade="warn", message=text, hint=hint)
 
 
 def _resume_of(

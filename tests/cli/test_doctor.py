@@ -85,6 +85,18 @@ def test_missing_directory_is_not_found(tmp_path: Path) -> None:
     assert (answer.exit_code, "no such directory" in answer.stderr) == (10, True)
 
 
+def test_checkpoint_whose_manifest_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (_, path) = save_run(tmp_path, [10, 20])
+    described = path.with_name(f"{path.name}.manifest.json")
+    described.chmod(0o600)
+    described.write_bytes(b"{")
+    answer = run("doctor", tmp_path, now_s=time.time())
+    assert answer.exit_code == 0
+    assert "ok    resume     net-1_10.ckpt (step 10) loads" in answer.stdout
+    assert f"warn  resume     {path.name}: not valid JSON" in answer.stdout
+    assert "a resume passes over it" in answer.stdout
+
+
 def test_damaged_newest_checkpoint_leads_to_an_older_one(tmp_path: Path) -> None:
     (_, path) = save_run(tmp_path, [10, 20])
     flip(path, 40)
