@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmgr.cli import render
-from ckptmgr.cli.exits import UsageProblem, note
+from ckptmgr.cli.exits import UsageProblem, escape, note
 
 if TYPE_CHECKING:
     from ckptmgr.maintenance.watch.model import Report
@@ -68,6 +68,6 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
 
 
 def _shortened(message: str) -> str:
-    """Return a message that the environment can hold; names in a file are of any length and text."""
-    text = message.encode(errors="backslashreplace").decode()
+    """Return a message as it is printed, and short enough for the environment."""
+    text = escape(message)
     return text if len(text) <= _MOST_MESSAGE else f"{text[: _MOST_MESSAGE - 3]}..."

@@ -396,6 +396,17 @@ def test_program_is_run_for_an_alarm_whose_message_is_longer_than_a_variable_may
     assert name in json.loads(event)["message"]
 
 
+def test_program_gets_a_message_of_one_line_that_steers_no_terminal(tmp_path: Path) -> None:
+    runs, heard = tmp_path / "runs", tmp_path / "heard"
+    damage(save_run(runs, [10], series="a\nCKPTMGR_WATCH_ALARM=none\x1b[31m")[0])
+    program = f"sh -c 'env | grep CKPTMGR_WATCH_ >> {heard}'"
+    assert run("watch", runs, "--once", "--exec", program).exit_code == 1
+    facts = dict(line.split("=", 1) for line in heard.read_text().splitlines())
+    assert facts["CKPTMGR_WATCH_ALARM"] == "damaged"
+    message = facts["CKPTMGR_WATCH_MESSAGE"]
+    assert message.startswith(r"a\nCKPTMGR_WATCH_ALARM=none\x1b[31m-1_10.ckpt: ")
+
+
 def test_program_is_run_for_an_alarm_whose_message_has_a_lone_surrogate(tmp_path: Path) -> None:
     runs, heard = tmp_path / "runs", tmp_path / "heard"
     save_run(runs, [10, 20])
