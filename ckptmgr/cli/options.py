@@ -198,11 +198,14 @@ def output_options(function: Command) -> Command:
             "--null",
             is_flag=True,
             note={"quiet": True, "null": True},
-            help="Like -q, each path ended by a NUL byte.",
+            help="Like -q, each one ended by a NUL byte.",
         ),
         _output_option("-v", "--verbose", is_flag=True, help="Add detail."),
         _output_option(
-            "-q", "--quiet", is_flag=True, help="Print paths only; quoted on a terminal."
+            "-q",
+            "--quiet",
+            is_flag=True,
+            help="Print bare paths or names; quoted on a terminal.",
         ),
         _output_option("--json", is_flag=True, help="Print one JSON object."),
     ):

@@ -32,6 +32,12 @@ from ckptmgr.maintenance.json_fields import finite as finite
 from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.json_fields import timestamp as timestamp
 
+IN_THE_TRASH = (
+    "ckptmgr prune --undo brings the last batch back; the first prune after the grace time frees"
+    " the space, --now at once"
+)
+"""Note after a removal into the trash."""
+
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 _LINES_AT_ONCE = 1000  # each call of `echo` flushes
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))

@@ -192,8 +192,8 @@ def _plan_series(
         for checkpoint in series
     ]
     if not all(verdict.is_kept for verdict in verdicts):
-        _check_something_is_kept(countable, rules, findings)
         _check_metrics(countable, rules)
+        _check_something_is_kept(countable, rules, findings)
     return verdicts
 
 

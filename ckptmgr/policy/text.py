@@ -175,7 +175,7 @@ class _Parser:
             if kind == "last" and (self._peek().text != "," or not isinstance(arguments[0], int)):
                 continue  # which is an option of every(steps) alone
             if arguments:
-                self._mark(",")
+                self._take(",", "expected ',', as in best(2, loss, min)")
             arguments.append(_ARGUMENTS[kind](self))
         self._mark(")")
         return rule(*arguments)

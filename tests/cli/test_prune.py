@@ -140,7 +140,7 @@ def test_yes_moves_to_the_trash_and_undo_brings_back(runs: Path) -> None:
     assert result.stdout.endswith(
         "moved 3 checkpoints, 432 B to .ckptmgr-trash/20260302T100000.000000Z\n"
     )
-    assert "the disk space is freed by" in result.stderr
+    assert "the first prune after the grace time frees the space" in result.stderr
     assert steps(runs) == [4000, 5000, 6000, 7000, 8000]
     asked = run("prune", runs, "--undo", "--dry-run")
     assert asked.stdout.endswith("3 checkpoints would be restored, 432 B\n")

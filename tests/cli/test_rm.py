@@ -42,9 +42,9 @@ def test_named_checkpoints_go_to_the_trash_and_come_back(runs: Path) -> None:
         "10",
         "20",
         "30",
-        "3",
+        "moved",
     ]
-    assert "3 checkpoints removed, " in answer.stdout
+    assert "moved 3 checkpoints, " in answer.stdout
     assert "prune --undo brings the last batch back" in answer.stderr
     assert steps(runs) == [40]
     assert run("prune", runs, "--undo").exit_code == 0
@@ -52,7 +52,8 @@ def test_named_checkpoints_go_to_the_trash_and_come_back(runs: Path) -> None:
 
 
 def test_now_removes_for_good(runs: Path) -> None:
-    assert run("rm", runs / "net-1_10.ckpt", "--yes", "--now").exit_code == 0
+    answer = run("rm", runs / "net-1_10.ckpt", "--yes", "--now")
+    assert (answer.exit_code, "\nremoved 1 checkpoint, " in answer.stdout) == (0, True)
     assert not (runs / TRASH_NAME).exists()
     assert steps(runs) == [20, 30, 40]
 
@@ -61,7 +62,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(runs: Path) -> None:
     before = tree_of(runs)
     answer = run("rm", "10", "--dir", runs, "--dry-run")
     assert (answer.exit_code, answer.stderr) == (0, "")
-    assert "1 checkpoint would go, " in answer.stdout
+    assert "would remove 1 checkpoint, " in answer.stdout
     document = run_with_schema("rm", "10", "--dir", runs, "-n")
     assert (document["summary"]["is_done"], document["summary"]["removed"]) == (False, [])
     assert tree_of(runs) == before
@@ -79,7 +80,7 @@ def test_filter_narrows_the_choice(runs: Path) -> None:
     assert run("rm", "0..30", "--dir", runs, "--filter", "step<20", "--yes").exit_code == 0
     assert steps(runs) == [20, 30, 40]
     answer = run("rm", "0..30", "--dir", runs, "--filter", "step>900")
-    assert (answer.exit_code, answer.stdout) == (0, "0 checkpoints would go, 0 B\n")
+    assert (answer.exit_code, answer.stdout) == (0, "would remove 0 checkpoints, 0 B\n")
 
 
 @pytest.mark.parametrize("option", ["--yes", "--dry-run"])

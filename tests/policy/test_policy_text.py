@@ -77,7 +77,7 @@ def test_policy_in_another_spelling_has_one_printed_form(text: str, canonical: s
         ("last(" + "9" * 4000 + ")", "expected a number from 1", 5),
         ("last(3", "expected ')'", 6),
         ("last(3, 4)", "expected ')'", 6),
-        ("best(2)", "expected ','", 6),
+        ("best(2)", "expected ',', as in best(2, loss, min)", 6),
         ("best(2, 5, min)", "expected the name of a metric", 8),
         ("best(2, '', min)", "expected the name of a metric", 8),
         ('best(2, "\\x", min)', "not a quoted name", 8),

@@ -370,6 +370,11 @@ def test_policy_that_keeps_nothing_is_refused(policy: Rule | RetentionPolicy) ->
         plan([checkpoint(1), checkpoint(2)], policy, NOW)
 
 
+def test_policy_that_keeps_nothing_because_nobody_measured_its_metric_is_refused_for_that() -> None:
+    with pytest.raises(UnsafePrune, match="none of the 2 checkpoints of series 'net' has a number"):
+        plan([checkpoint(1), checkpoint(2)], Best(2, "acc", "max"), NOW)
+
+
 def test_policy_that_keeps_nothing_passes_while_nothing_would_go() -> None:
     assert _why(plan([checkpoint(1)], Every(1000), NOW), 1) == ["newest"]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forty policies over one history, with every reason, against a recorded table.
 
-After a wanted change: `python -m tests.manager.test_retention_golden` writes the table anew; read the difference.
+After a wanted change: `python -m tests.policy.test_retention_golden` writes the table anew; read the difference.
 """
 
 from __future__ import annotations

@@ -223,9 +223,7 @@ def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> 
         note(sentence)
     view.result(proposal, outcome)
     if outcome.batch is not None:
-        note(
-            "the disk space is freed by the first prune after the grace time; --now frees it at once"
-        )
+        note(render.IN_THE_TRASH)
     return report_all(
         outcome.failures, is_partial=bool(outcome.removed), as_json=view.output.is_json
     )

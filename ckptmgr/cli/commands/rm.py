@@ -146,7 +146,7 @@ def _act(
     ]
     _print_end(output, selected, outcomes)
     if any(one.batch is not None and one.removed for one in outcomes):
-        note("ckptmgr prune --undo brings the last batch back; --now frees the space at once")
+        note(render.IN_THE_TRASH)
     failures = [error for one in outcomes for error in one.failures]
     is_partial = any(one.removed for one in outcomes)
     return report_all(failures, is_partial=is_partial, as_json=output.is_json)
@@ -162,8 +162,13 @@ def _print_end(
     if output.is_quiet:
         output.paths([one.path for one in shown])
     elif output.is_text:
-        verb = "would go" if removed is None else "removed"
-        output.line(f"{render.counted(len(shown), 'checkpoint')} {verb}, {size_text(size)}")
+        counted = f"{render.counted(len(shown), 'checkpoint')}, {size_text(size)}"
+        if outcomes is None:
+            output.line(f"would remove {counted}")
+        elif any(one.batch is not None for one in outcomes):
+            output.line(f"moved {counted} to the trash")
+        else:
+            output.line(f"removed {counted}")
     if output.has_fields:
         summary: dict[str, Json] = {
             "count": len(chosen),
