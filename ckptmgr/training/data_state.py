@@ -114,6 +114,7 @@ class DataState:
         self._ended = 0  # passes since the restore
         self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
+        self.is_inside_pass = False  # at the restore
 
     def note(self, step: int) -> None:
         """Remember where the loaders stand at the end of a step."""
@@ -178,16 +179,12 @@ class DataState:
                 f"the state of a data loader cannot be stored: {error.message}", hint=error.hint
             ) from error
 
-    @property
-    def is_inside_pass(self) -> bool:
-        """Whether a pass that was restored, and has not begun, is to be continued."""
-        return any(one["is_open"] for one in self._pending.values())
-
     def forget(self) -> None:
         """Begin again, without places."""
         self._passes.clear()
-        self._pending.clear()
+        self._pending = {}
         self._noted = None
+        self.is_inside_pass = False
 
     def end_pass(self, name: str) -> None:
         """Count the pass over a loader as ended."""
@@ -195,8 +192,11 @@ class DataState:
         if place is not None:
             place.is_open = place.is_iterated = False
 
-    def plan_restore(self, text: str | None) -> Callable[[], None]:
+    def plan_restore(self, text: str | None, *, is_own: bool = True) -> Callable[[], None]:
         """Return a function that takes the places of a checkpoint, and sets the random numbers.
+
+        Those of a rank among others, which divided the data otherwise, say only in which epoch the
+        run is: its pass begins anew.
 
         Raises:
             TreeError: The text is damaged.
@@ -212,6 +212,9 @@ class DataState:
 
         def restore() -> None:
             self.forget()
+            self.is_inside_pass = any(one["is_open"] for one in stored["loaders"].values())
+            if not is_own:
+                return
             self._pending, self._pending_random = stored["loaders"], stored["random"]
             self._has_gone_on = False
             self._ended, self._asked = 0, {}

@@ -373,10 +373,15 @@ def _resume_state(
         return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.all_prepared():
-        restore_data = data.plan_restore(loaded.data)
+        restore_data = data.plan_restore(loaded.data, is_own=loaded.has_own_data)
         restore = loaded.plan_restore(state)
     restored = restore()
     restore_data()
+    if loaded.data is not None and not loaded.has_own_data:
+        _LOG.warning(
+            "%s was saved by another number of ranks, which divided the data otherwise: the loaders begin their pass anew",
+            checkpoint.path,
+        )
     writer.continue_from(checkpoint, loaded.manifest)
     is_own = checkpoint.run_id == writer.run_id
     past.start_at(checkpoint.step, is_own=is_own)

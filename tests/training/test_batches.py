@@ -810,11 +810,13 @@ def test_each_rank_goes_on_with_its_own_batches(
             each = iter(manager.batches(loader(rank)))
             for _ in range(2 + rank):
                 next(each)
-            manager.save(1, {"n": 1})
+            manager.save(1, {"n": 1}, epoch=3)
 
     def resume(rank: int) -> list[list[int]]:
         with manager_of(Seat(second, rank)) as manager:
-            manager.resume({"n": 1})
+            manager.load("latest")
+            assert "begin their pass anew" not in caplog.text
+            assert manager.resume({"n": 1}).next_epoch == 3
             return list(manager.batches(loader(rank)))
 
     assert [one.raised for one in run_ranks(first, save)] == [None, None]
@@ -823,7 +825,7 @@ def test_each_rank_goes_on_with_its_own_batches(
         assert found == [[[0, 2], [0, 3]], [[1, 3]]]
     else:
         assert found == [loader(0)]
-        assert "the data loaders begin their pass anew" in caplog.text
+        assert "the loaders begin their pass anew" in caplog.text
 
 
 def test_pass_that_was_ended_is_not_continued(tmp_path: Path) -> None:

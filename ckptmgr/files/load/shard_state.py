@@ -128,20 +128,9 @@ class _Reading:
             arrays=arrays,
             manifest=self._files.manifest,
             kept=kept,
-            data=self._data(),
+            data=self._files.metadata(self._home).get(DATA),
+            has_own_data=self._is_same_world,
         )
-
-    def _data(self) -> str | None:
-        """Return where the loaders of this rank stood; None and a warning for other ranks."""
-        if self._is_same_world:
-            return self._files.metadata(self._home).get(DATA)
-        if DATA in self._files.metadata(self._home):
-            _LOG.warning(
-                "%s was saved by %d ranks, which divided the data otherwise: the data loaders begin their pass anew",
-                self._files.path,
-                self._files.world,
-            )
-        return None
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
         """Return the shapes of the tensors of this rank, and the names not saved for it."""
