@@ -17,10 +17,9 @@ _LOG = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """A checkpoint that was downloaded, its address, and the newer ones that were skipped."""
+    """The address of the checkpoint that was downloaded, if any, and those that were skipped."""
 
-    checkpoint: Checkpoint
-    url: str
+    url: str | None
     skipped: tuple[Skipped, ...]
 
 
@@ -47,8 +46,8 @@ class MirroredCandidates:
 
 def fetch_newest(
     directory: RemoteDirectory, listing: Store, target: Store, *, series: str
-) -> Fetched | None:
-    """Download the newest checkpoint of a series that the keys prove; None if there is none.
+) -> Fetched:
+    """Download the newest checkpoint of a series that the keys prove, if there is one.
 
     The lease of the series must be held.
 
@@ -61,7 +60,7 @@ def fetch_newest(
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if found is None or here is None:
-        return None
+        return Fetched(None, tuple(skipped))
     url = f"{directory.objects.url}/{found.name}"
     _LOG.warning(
         "%s had no checkpoint of %r to resume from: step %d was downloaded from %s",
@@ -70,4 +69,4 @@ def fetch_newest(
         here.step,
         url,
     )
-    return Fetched(here, url, tuple(skipped))
+    return Fetched(url, tuple(skipped))

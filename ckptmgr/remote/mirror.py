@@ -165,7 +165,7 @@ class MirrorUploads:
             self._has_to_catch_up = True
             self._start()
 
-    def fetch_newest(self) -> Fetched | None:
+    def fetch_newest(self) -> Fetched:
         """Download the newest checkpoint of the series; see `fallback.fetch_newest`."""
         return fetch_newest(
             self.directory, self.listing, self._writer.store, series=self._writer.series

@@ -321,7 +321,7 @@ def resume_state(
     past: RunPast,
     data: DataState,
     allow_bare: bool = False,
-    fetch: Callable[[], Fetched | None] | None = None,
+    fetch: Callable[[], Fetched] | None = None,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
@@ -349,7 +349,7 @@ def _resume_state(
     data: DataState,
     *,
     allow_bare: bool,
-    fetch: Callable[[], Fetched | None] | None,
+    fetch: Callable[[], Fetched] | None,
     end_pause_if_long: Callable[[int], None],
 ) -> Resumption:
     started = time.perf_counter()
@@ -359,12 +359,12 @@ def _resume_state(
         reader, state, allow_bare=allow_bare, before_load=end_pause_if_long
     )
     found = find_newest(writer, candidates)
-    skipped, fetched = found.skipped, None
+    skipped, fetched_from = found.skipped, None
     if found.newest is None and fetch is not None:
         end_pause_if_long(sys.maxsize)  # a download
-        fetched = fetch()
-        if fetched is not None:
-            skipped = (*skipped, *fetched.skipped)
+        fetched_from, skipped_there = fetch()
+        skipped = (*skipped, *skipped_there)
+        if fetched_from is not None:
             found = find_newest(writer, candidates)
     if found.newest is None:
         writer.start_anew()
@@ -401,7 +401,7 @@ def _resume_state(
         doubt=found.doubt,
         kept=loaded.kept,
         is_inside_epoch=data.is_inside_pass,
-        fetched_from=None if fetched is None else fetched.url,
+        fetched_from=fetched_from,
     )
 
 

@@ -290,6 +290,25 @@ def test_resume_with_an_empty_mirror_starts_fresh(tmp_path: Path) -> None:
         assert manager.resume().is_fresh
 
 
+def test_resume_names_the_damaged_checkpoints_of_the_mirror_when_it_starts_fresh(
+    tmp_path: Path,
+) -> None:
+    url = new_url()
+    with CheckpointManager(tmp_path / "a", mirror=url) as manager:
+        manager.save(1, _state(1))
+    objects = open_objects(url)
+    (data,) = objects.list("data")
+    objects.put(data.key, [bytes(data.size_bytes)], data.size_bytes)
+    events: list[Event] = []
+    with CheckpointManager(tmp_path / "b", mirror=url, observe=events.append) as manager:
+        found = manager.resume(_state(0))
+    assert found.is_fresh
+    (skipped,) = found.skipped
+    assert skipped.is_damaged
+    (resumed,) = [one for one in events if one.name == "resume"]
+    assert any("ckpt-1.ckpt" in note for note in resumed.notes)
+
+
 def test_new_start_takes_nothing_from_the_mirror(tmp_path: Path) -> None:
     url = new_url()
     with CheckpointManager(tmp_path / "a", mirror=url) as manager:
