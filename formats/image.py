@@ -208,10 +208,11 @@ class _Run:
     """The content of an extent of small parts."""
 
     parts: tuple[bytes | Tensor, ...]
+    tensors: tuple[Tensor, ...]  # those among the parts
 
     def __call__(self) -> memoryview:
         # As bytes: the garbage collector would visit each of many views, several times.
-        joined = _joined(self.parts)
+        joined = _joined(self.tensors) if len(self.tensors) == len(self.parts) else None
         contents = (one if isinstance(one, bytes) else bytes(content_of(one)) for one in self.parts)
         return memoryview(b"".join(contents if joined is None else joined))
 
@@ -221,12 +222,9 @@ class _Run:
         return bytearray().join(one if isinstance(one, bytes) else content_of(one) for one in parts)
 
 
-def _joined(parts: Sequence[bytes | Tensor]) -> Sequence[memoryview] | None:
-    tensors = [one for one in parts if isinstance(one, Tensor)]
-    kinds = {one.func if isinstance(one, partial) else None for _, one in tensors}
-    if len(tensors) < len(parts) or len(kinds) > 1:
-        return None
-    join = JOINERS.get(kinds.pop())
+def _joined(tensors: Sequence[Tensor]) -> Sequence[memoryview] | None:
+    content = tensors[0].content
+    join = JOINERS.get(content.func) if isinstance(content, partial) else None
     return None if join is None else join(tensors)
 
 
@@ -279,8 +277,8 @@ class ImageBuilder:
     def _end_run(self) -> None:
         if not self._run:
             return
-        run = _Run(tuple(self._run))
-        tensors = tuple(part for part in self._run if isinstance(part, Tensor))
+        tensors = tuple([part for part in self._run if isinstance(part, Tensor)])
+        run = _Run(tuple(self._run), tensors)
         if tensors:
             self._extents.append(Extent(run, 0, self._run_bytes, tensors=tensors))
         else:

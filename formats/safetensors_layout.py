@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
+from operator import attrgetter
 
 from .dtypes import SAFETENSORS_ORDER
 from .index import TensorEntry
@@ -30,6 +31,9 @@ LEAST_ALIGNED_BYTES = 1 << 20
 
 _TENSOR_ALIGNMENT = 64
 
+_name = attrgetter("spec.name")
+_item_bytes = attrgetter("spec.dtype.item_bytes")
+
 
 def in_library_order(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return tensors in the order of the library."""
@@ -38,7 +42,8 @@ def in_library_order(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 def in_own_order(tensors: Iterable[Tensor]) -> tuple[list[Tensor], int]:
     """Return tensors in our order, and the alignment of the data: compact or aligned."""
-    placed = sorted(tensors, key=_place)
+    by_name = sorted(tensors, key=_name)
+    placed = sorted(by_name, key=_item_bytes, reverse=True)  # keeps the names in order
     sizes_bytes = list(_sizes(placed))
     if sum(sizes_bytes) < LEAST_ALIGNED_BYTES:
         return placed, COMPACT_ALIGNMENT
@@ -66,11 +71,6 @@ def in_listed_order(entries: Sequence[TensorEntry]) -> Sequence[TensorEntry]:
     if not is_ours:
         return entries
     return [entries[index] for index in sorted(range(len(entries)), key=places.__getitem__)]
-
-
-def _place(tensor: Tensor) -> tuple[int, str]:
-    spec = tensor.spec
-    return -spec.dtype.item_bytes, spec.name
 
 
 def _library_place(tensor: Tensor) -> tuple[int, str]:

@@ -11,6 +11,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from json.encoder import encode_basestring
 from typing import NoReturn, TypeAlias
 
 from .errors import FormatError, UnsupportedError
@@ -73,7 +74,7 @@ def parse_object(
 
 def has_too_many_values(data: bytes) -> bool:
     """Return whether some JSON has more than `MAX_VALUES` values, without building any of them."""
-    if _starts_in(data) <= MAX_VALUES:
+    if len(data) <= MAX_VALUES or _starts_in(data) <= MAX_VALUES:
         return False
     found = 0
     for part in _PART.finditer(data):  # part by part: each string that is cut out costs memory
@@ -129,9 +130,8 @@ def encode_object(value: Mapping[str, object], *, what: str) -> bytes:
         raise FormatError(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
 
 
-def quoted(text: str) -> str:
-    """Return a string as JSON, spelled as in `encode_object`."""
-    return _ENCODER.encode(text)
+quoted: Callable[[str], str] = encode_basestring
+"""Returns a string as JSON, spelled as in `encode_object`."""
 
 
 def is_encodable(text: str) -> bool:

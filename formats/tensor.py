@@ -57,8 +57,8 @@ _Join = Callable[[Sequence[Tensor]], "list[memoryview] | None"]
 JOINERS: dict[object, _Join] = {}
 """Functions that join the contents of small tensors, by the function that a partial content calls.
 
-A content of each takes three times as long. The result is None if they cannot be joined, or if a
-tensor is no longer as its specification says.
+A content of each takes three times as long. The result is None if they cannot be joined, if one has
+another function, or if a tensor is no longer as its specification says.
 """
 
 

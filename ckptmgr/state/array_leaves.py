@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import numpy as np
 
-from ckptmgr.formats.tensor import Tensor
+from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.state.arrays import array_bytes, to_tensor
-from ckptmgr.state.leaves import ARRAYS, Leaf, storage_spec
-from ckptmgr.state.paths import Node, Path, unsupported
+from ckptmgr.state.leaves import ARRAYS, Leaf, LeafForm, leaf_form
+from ckptmgr.state.paths import Node, Path, Place, unsupported
 from ckptmgr.state.scalars import encode_dtype
 
 
@@ -32,39 +33,47 @@ def is_storable(dtype: np.dtype) -> bool:
     return _dtype_of(dtype)[0] is not None
 
 
-def _checked_type(dtype: np.dtype, path: Path) -> tuple[Node, str]:
-    """Return the node and the table's name, or "", of the element type of an array.
+def _form_of(dtype: np.dtype, shape: tuple[int, ...]) -> LeafForm | None:
+    """Return the form of arrays; None if their elements are not plain bytes."""
+    node, spelling = _dtype_of(dtype)
+    if node is None:
+        return None
+    return leaf_form("array", node, shape, dtype.itemsize, spelling=spelling, finder=ARRAYS)
+
+
+_usual_form = lru_cache(maxsize=1024)(_form_of)
+
+
+def array_leaf(array: np.ndarray, place: Place, name: str) -> Leaf:
+    """Return the leaf of a NumPy array.
 
     Raises UnsupportedState if its elements are not plain bytes.
     """
-    node, spelling = _plain_dtype_of(dtype) if dtype.isbuiltin else _dtype_of(dtype)
-    if node is None:
-        raise unsupported(
-            path, f"is an array with elements of type {dtype}", "store numbers, or a list"
-        )
-    return node, spelling
-
-
-def array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
-    """Return the leaf of a NumPy array."""
     dtype, shape = array.dtype, array.shape
-    node, spelling = _checked_type(dtype, path)
-    spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
-    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
-    tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
-    return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
+    form = _usual_form(dtype, shape) if dtype.isbuiltin else _form_of(dtype, shape)
+    if form is None:
+        what = f"is an array with elements of type {dtype}"
+        raise unsupported(Path(*place), what, "store numbers, or a list")
+    content = partial(array_bytes, array) if array.nbytes else _nothing
+    return _leaf(place, form, array, name, content)
+
+
+def _leaf(
+    place: Place, form: LeafForm, value: object, name: str, content: Callable[[], memoryview]
+) -> Leaf:
+    rest: dict[str, Node] = {"stored": "uint8"} if form.is_bytes else {}
+    spec = TensorSpec(name, form.stored_dtype, form.stored_shape)
+    return Leaf(place, form, rest, value, Tensor(spec, content))
 
 
 def _nothing() -> memoryview:
     return memoryview(b"")
 
 
-def foreign_leaf(value: object, path: Path, name: str) -> Leaf:
+def foreign_leaf(value: object, place: Place, name: str) -> Leaf:
     """Return the leaf of a JAX or MindSpore array, which is restored as a NumPy array."""
     own = to_tensor(name, value)
-    dtype = own.spec.dtype
-    spec, is_bytes = storage_spec(name, dtype.name, own.spec.shape, dtype.item_bytes)
-    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
-    tensor = Tensor(spec=spec, content=own.content)
+    _, dtype, shape = own.spec
     node = encode_dtype(dtype.to_numpy())
-    return Leaf(path, "array", node, own.spec.shape, rest, value, tensor, dtype.item_bytes, None)
+    form = leaf_form("array", node, shape, dtype.item_bytes, spelling=dtype.name, finder=None)
+    return _leaf(place, form, value, name, own.content)

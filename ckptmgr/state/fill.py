@@ -15,7 +15,7 @@ import numpy as np
 from ckptmgr.core.notes import add_note
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.overlaps import bytes_for, conflicts, overlapping_targets
-from ckptmgr.state.paths import Path
+from ckptmgr.state.paths import Path, Place
 
 
 def local_part(tensor: Any) -> Any:
@@ -83,7 +83,7 @@ def takes_directly(target: Any, stored: Any) -> bool:
     if torch is None or (kind is not torch.Tensor and kind is not torch.nn.Parameter):
         return False
     return (
-        type(stored) in (torch.Tensor, torch.nn.Parameter)
+        (type(stored) is torch.Tensor or type(stored) is torch.nn.Parameter)
         and are_alike(target, stored)
         and target.layout is torch.strided
         and target.is_cpu
@@ -146,8 +146,13 @@ class Fill(NamedTuple):
 
     target: Any
     stored: Any
-    path: Path
+    place: Place
     via_load_state_dict: bool = False  # the module that owns the target copies it
+
+    @property
+    def path(self) -> Path:
+        """The path of the target in the state."""
+        return Path(*self.place)
 
 
 def fill_all(fills: Iterable[Fill]) -> None:

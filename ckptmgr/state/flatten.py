@@ -34,7 +34,7 @@ from ckptmgr.state.frames import (
     type_name,
 )
 from ckptmgr.state.leaves import Leaf, plan_storage
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, unsupported
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, Place, unsupported
 from ckptmgr.state.random import generator_key, generator_state
 from ckptmgr.state.records import JAX_KEY, is_jax_key, keras_way_out, record_of
 from ckptmgr.state.scalars import (
@@ -83,7 +83,7 @@ class Flattener:
         self._frames: list[Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
-        self._ends: dict[object, list[int]] = {}
+        self._ends: list[tuple[object, int]] = []
 
     def run(self, state: object) -> tuple[list[Tensor], str, dict[str, str]]:
         """Return the tensors, the skeleton and the aliases of a state."""
@@ -98,64 +98,65 @@ class Flattener:
     def walk(self, state: object) -> None:
         """Visit all values of a state; raise UnsupportedState for one that cannot be stored."""
         self._visit(state, Path(), 0)
-        while self._frames:
-            self._walk(self._frames[-1])
+        frames, nodes = self._frames, self._nodes
+        usual_types, is_dry = self._usual_types, self._is_dry
+        while frames:
+            frame = frames[-1]
+            parts, path, step, depth, end, container, tie = frame
+            for before, value, key in parts:
+                nodes.extend(before)
+                kind = type(value)
+                encoder = _ATOMS.get(kind)
+                if encoder is not None:
+                    nodes.append(encoder(value))
+                    continue
+                if kind in usual_types and step is not None:
+                    if is_dry and _is_storable(value):
+                        continue
+                    if self._usual_array(value, (path, step, key), path.part_name(step, key)):
+                        continue
+                self._visit(value, path if step is None else Path(path, step, key), depth)
+                if frames[-1] is not frame:  # the value has parts of its own
+                    break
+            else:
+                frames.pop()
+                nodes.extend(end)
+                if container is not None:
+                    self._open.discard(container)
+                if tie is not None:
+                    self._note_end(tie)
 
     def _with_ties(self) -> list[Node | Leaf]:
         """Return the nodes, with a `SHARED` node after each occurrence of a repeated object."""
-        tied = [ends for ends in self._ends.values() if len(ends) > 1]
-        if not tied:
+        counts = Counter(tie for tie, _ in self._ends)
+        if len(counts) == len(self._ends):
             return self._nodes
-        ties = sorted((end, number) for number, ends in enumerate(tied) for end in ends)
         nodes: list[Node | Leaf] = []
+        numbers: dict[object, int] = {}
         start = 0
-        for end, number in ties:
-            nodes += [*self._nodes[start:end], {SHARED: number}]
-            start = end
+        for tie, end in self._ends:
+            if counts[tie] > 1:
+                number = numbers.setdefault(tie, len(numbers))
+                nodes += [*self._nodes[start:end], {SHARED: number}]
+                start = end
         return [*nodes, *self._nodes[start:]]
 
-    def _walk(self, frame: Frame) -> None:
-        """Encode the parts of a container, until one has parts of its own or none is left."""
-        path, step = frame.path, frame.step
-        nodes, usual_types, is_dry = self._nodes, self._usual_types, self._is_dry
-        for before, value, key in frame.parts:
-            nodes.extend(before)
-            kind = type(value)
-            encoder = _ATOMS.get(kind)
-            if encoder is not None:
-                nodes.append(encoder(value))
-                continue
-            if is_dry and kind in usual_types and _is_storable(value):
-                continue
-            at = path if step is None else Path(path, step, key)
-            if kind in usual_types and self._usual_array(value, at):
-                continue
-            self._visit(value, at, frame.depth)
-            if self._frames[-1] is not frame:
-                return
-        self._frames.pop()
-        self._nodes.extend(frame.end)
-        if frame.container is not None:
-            self._open.discard(frame.container)
-        if frame.tie is not None:
-            self._note_end(frame.tie)
-
-    def _usual_array(self, value: Any, path: Path) -> bool:
+    def _usual_array(self, value: Any, place: Place, name: str) -> bool:
         """Encode an array of the types that most are; return whether it is a plain one."""
         if type(value) is np.ndarray:
-            leaf = array_leaf(value, path, self._unique(path.tensor_name()))
+            leaf = array_leaf(value, place, self._unique(name))
         else:
             adapter = _torch_values()
             if not adapter.is_plain(value):
                 return False
-            leaf = adapter.torch_leaf(value, path, self._unique(path.tensor_name()))
+            leaf = adapter.torch_leaf(value, place, self._unique(name))
         self._leaves.append(leaf)
         self._nodes.append(leaf)
         return True
 
     def _note_end(self, tie: object) -> None:
         """Record where the nodes of a mutable object end; the caller holds the object."""
-        self._ends.setdefault(tie, []).append(len(self._nodes))
+        self._ends.append((tie, len(self._nodes)))
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
         """Encode a value without parts, or push a frame for its parts."""
@@ -256,7 +257,7 @@ class Flattener:
 
     def _long_bytes(self, value: bytes | bytearray, path: Path) -> None:
         array = np.frombuffer(value, dtype=np.uint8)
-        self._add(array_leaf(array, path, self._unique(path.tensor_name())))
+        self._add(array_leaf(array, path.place, self._unique(path.tensor_name())))
         self._nodes.append({f"to_{type(value).__name__}": 1})
         if isinstance(value, bytearray):
             self._hold(value)
@@ -277,14 +278,14 @@ class Flattener:
             case "numpy":
                 if type(value) not in (np.ndarray, np.memmap):
                     raise unsupported(path, f"is a {type_name(value)}", "store a plain ndarray")
-                self._add(array_leaf(value, path, self._unique(path.tensor_name())))
+                self._add(array_leaf(value, path.place, self._unique(path.tensor_name())))
             case "torch":
                 self._torch_tensor(value, path, depth)
             case "jax" if is_jax_key(value):
                 self._held.append(value)
                 self._frames.append(record_frame(JAX_KEY, value, path, depth + 1))
             case _:
-                self._add(foreign_leaf(value, path, self._unique(path.tensor_name())))
+                self._add(foreign_leaf(value, path.place, self._unique(path.tensor_name())))
 
     def _slice(self, part: Slice, path: Path) -> None:
         name, framework = self._unique(path.tensor_name()), framework_of(part.local)
@@ -293,17 +294,17 @@ class Flattener:
             adapter = _torch_values()
             if adapter.split_tensor(part.local, path) is not None:
                 raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
-            self._add(adapter.torch_leaf(part.local, path, name))
+            self._add(adapter.torch_leaf(part.local, path.place, name))
         elif framework == "numpy":
-            self._add(array_leaf(np.asarray(part.local), path, name))
+            self._add(array_leaf(np.asarray(part.local), path.place, name))
         else:
-            self._add(foreign_leaf(part.local, path, name))
+            self._add(foreign_leaf(part.local, path.place, name))
 
     def _torch_tensor(self, value: Any, path: Path, depth: int) -> None:
         adapter = _torch_values()
         split = adapter.split_tensor(value, path)
         if split is None:
-            self._add(adapter.torch_leaf(value, path, self._unique(path.tensor_name())))
+            self._add(adapter.torch_leaf(value, path.place, self._unique(path.tensor_name())))
             return
         node, parts = split
         values: list[Part] = [((), part, name) for name, part in parts.items()]

@@ -38,12 +38,12 @@ class Frame(NamedTuple):
 def mapping_parts(value: Any, path: Path) -> Iterator[Part]:
     """Return the parts of a dict; raise UnsupportedState for a key that cannot be stored."""
     _check_hashes(value, path)
-    # Copies, because state_dict() of a part may change the mapping.
-    keys, values = list(value), list(value.values())
-    before = [
-        (key,) if type(key) is str and key.isascii() else encode_key(key, path) for key in keys
+    # A list, because state_dict() of a part may change the mapping.
+    parts = [
+        ((key,) if type(key) is str and key.isascii() else encode_key(key, path), part, key)
+        for key, part in value.items()
     ]
-    return zip(before, values, keys, strict=True)
+    return iter(parts)
 
 
 def ordered_frame(value: Any, path: Path, depth: int) -> Frame:

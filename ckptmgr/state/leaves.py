@@ -21,7 +21,7 @@ from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.io.arenas import owns_memory
-from ckptmgr.state.paths import Node, Path
+from ckptmgr.state.paths import Node, Path, Place
 
 _ALIGNMENT = 16
 
@@ -61,19 +61,33 @@ class Finder(NamedTuple):
     memory: Callable[[Any], Memory]
 
 
+class LeafForm(NamedTuple):
+    """The kind, element type and shape of a leaf, described once for all leaves that have them."""
+
+    kind: Literal["array", "torch"]
+    dtype: Node  # element type, in the skeleton
+    shape: tuple[int, ...]  # of the array
+    item_bytes: int
+    stored_dtype: DType
+    stored_shape: tuple[int, ...]
+    is_bytes: bool  # stored as bytes, because some format lacks the type
+    finder: Finder | None  # None when the memory cannot be shared
+
+
 class Leaf(NamedTuple):
     """An array in the state."""
 
-    path: Path
-    kind: Literal["array", "torch"]
-    dtype: Node  # element type, in the skeleton
-    shape: tuple[int, ...]  # of the array; `tensor` has one more dimension if it holds bytes
+    place: Place
+    form: LeafForm
     node: dict[str, Node]  # rest of the body of its skeleton node; planning completes it
     value: Any  # the array, held so that its memory and identity stay its own
     tensor: Tensor  # the stored tensor, if the leaf shares no memory
-    item_bytes: int
-    finder: Finder | None  # None when its memory cannot be shared
     span: Span | None = None  # None when it is still to be found
+
+    @property
+    def path(self) -> Path:
+        """Its path in the state."""
+        return Path(*self.place)
 
     @property
     def stored_name(self) -> Node:
@@ -83,7 +97,7 @@ class Leaf(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements, side by side."""
-        return prod(self.shape) * self.item_bytes
+        return prod(self.form.shape) * self.form.item_bytes
 
 
 def contiguous_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
@@ -104,18 +118,31 @@ def extent(
     return low, origin + sum(step for step in reach if step > 0) + item_bytes
 
 
-def storage_spec(
-    name: str, spelling: str, shape: tuple[int, ...], item_bytes: int
-) -> tuple[TensorSpec, bool]:
-    """Return the stored specification, and whether it is bytes as some format lacks the type.
+def leaf_form(
+    kind: Literal["array", "torch"],
+    dtype: Node,
+    shape: tuple[int, ...],
+    item_bytes: int,
+    *,
+    spelling: str,
+    finder: Finder | None,
+) -> LeafForm:
+    """Return the form of leaves whose element type has this name in the table of types."""
+    stored = stored_as(spelling, shape, item_bytes)
+    return LeafForm(kind, dtype, shape, item_bytes, *stored, finder)
+
+
+def stored_as(
+    spelling: str, shape: tuple[int, ...], item_bytes: int
+) -> tuple[DType, tuple[int, ...], bool]:
+    """Return the stored type and shape, and whether they are bytes as some format lacks the type.
 
     Bytes are uint8 with one more dimension, unless an element is one byte.
     """
     row = IN_ALL_FORMATS.get(spelling)
     if row is not None:
-        return TensorSpec(name, row, shape), False
-    stored_shape = shape if item_bytes == 1 else (*shape, item_bytes)
-    return TensorSpec(name=name, dtype=_UINT8, shape=stored_shape), True
+        return row, shape, False
+    return _UINT8, shape if item_bytes == 1 else (*shape, item_bytes), True
 
 
 _UINT8: DType = BY_NAME["uint8"]
@@ -237,10 +264,11 @@ class _Located(NamedTuple):
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements are contiguous in C order."""
-        strides = contiguous_strides(self.leaf.shape, self.leaf.item_bytes)
+        shape = self.leaf.form.shape
+        strides = contiguous_strides(shape, self.leaf.form.item_bytes)
         return all(
             size == 1 or have == want
-            for size, have, want in zip(self.leaf.shape, self.memory.strides, strides, strict=True)
+            for size, have, want in zip(shape, self.memory.strides, strides, strict=True)
         )
 
 
@@ -269,7 +297,8 @@ def plan_storage(
 
 
 def _owner_of(leaf: Leaf) -> object | None:
-    return leaf.value if leaf.finder is None else leaf.finder.owner(leaf.value)
+    finder = leaf.form.finder
+    return leaf.value if finder is None else finder.owner(leaf.value)
 
 
 def _plan_group(
@@ -300,17 +329,19 @@ def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
 
 
 def _span_of(leaf: Leaf) -> Span:
-    return NO_SPAN if leaf.finder is None else leaf.finder.span(leaf.value)
+    finder = leaf.form.finder
+    return NO_SPAN if finder is None else finder.span(leaf.value)
 
 
 def _located(leaves: Sequence[Leaf], index: int) -> _Located:
     leaf = leaves[index]
-    assert leaf.finder is not None  # noqa: S101 - it has a span
-    return _Located(index, leaf, leaf.finder.memory(leaf.value))
+    finder = leaf.form.finder
+    assert finder is not None  # noqa: S101 - it has a span
+    return _Located(index, leaf, finder.memory(leaf.value))
 
 
 def _layout(one: _Located) -> tuple[object, ...]:
-    return (one.memory.origin, one.memory.strides, one.leaf.shape, one.leaf.item_bytes)
+    return (one.memory.origin, one.memory.strides, one.leaf.form.shape, one.leaf.form.item_bytes)
 
 
 def _owner(group: list[_Located]) -> _Located | None:

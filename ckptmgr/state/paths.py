@@ -53,6 +53,13 @@ def mismatch(what: str, differences: list[str], *, hint: str) -> StateMismatch:
     )
 
 
+StepKind = Literal["root", "key", "index", "object"]
+"""Kind of a step of a path."""
+
+Place = tuple["Path | None", StepKind, object]
+"""Arguments of a path that is made only when a message names it."""
+
+
 class Path:
     """Path of a value in the state; linked, so that a deep tree is cheap until it is printed."""
 
@@ -61,11 +68,11 @@ class Path:
     def __init__(
         self,
         parent: Path | None = None,
-        kind: Literal["root", "key", "index", "object"] = "root",
+        kind: StepKind = "root",
         step: object = None,
     ) -> None:
         self._parent = parent
-        self._kind = kind
+        self._kind: StepKind = kind
         self._step = step
         self._prefix: str | None = None
 
@@ -98,13 +105,21 @@ class Path:
 
     def tensor_name(self) -> str:
         """Return the stored name of a tensor at this path (the caller makes it unique)."""
-        parent = self._parent
-        if parent is None or self._kind == "object":
-            name = self._name_prefix()[:-1] or "state"
-        else:
-            name = (parent._prefix or parent._name_prefix()) + _escaped(self._step) or "state"
+        if self._parent is None:
+            return "state"
+        return self._parent.part_name(self._kind, self._step)
+
+    @property
+    def place(self) -> Place:
+        """The arguments that make this path."""
+        return self._parent, self._kind, self._step
+
+    def part_name(self, kind: StepKind, step: object) -> str:
+        """Return the stored name of a tensor one step from here (the caller makes it unique)."""
+        prefix = self._prefix or self._name_prefix()
+        name = (prefix[:-1] if kind == "object" else prefix + _escaped(step)) or "state"
         # Names that begin with `__` belong to the file formats, such as `__metadata__`.
-        return f"~{name}" if name.startswith("__") else name
+        return f"~{name}" if name[:2] == "__" else name
 
     def _name_prefix(self) -> str:
         """Return the prefix of the names of all tensors below; cached, as there may be many."""

@@ -100,7 +100,7 @@ class Restorer:
 
     def carry_out(self) -> object:
         """Fill the state that was compared, and return it."""
-        fill_all(one for one in self.fills if id(one.stored) not in self.filled)
+        fill_all([one for one in self.fills if id(one.stored) not in self.filled])
         restored = restored_by(self._steps)
         for set_state in self._generators:
             set_state()
@@ -211,12 +211,12 @@ class Restorer:
         keeps_values = type(target) in (dict, OrderedDict)  # another type may return copies
         for key, value in stored.items():
             if is_open or key in target:
-                held, at = target.get(key), Path(path, "key", key)
+                held = target.get(key)
                 if keeps_values and takes_directly(held, value):
-                    self.fills.append(Fill(held, value, at))
+                    self.fills.append(Fill(held, value, (path, "key", key)))
                 else:
                     keys.append(key)
-                    visits.append((held, value, at))
+                    visits.append((held, value, Path(path, "key", key)))
 
         def make(values: list[Any]) -> object:
             # Not update(), which would add the counts of a Counter.
@@ -266,7 +266,7 @@ class Restorer:
             return self._differ_in_type(path, target, stored)
         if not target.flags.writeable:
             return Value(stored)
-        self.fills.append(Fill(target, stored, path))
+        self.fills.append(Fill(target, stored, path.place))
         return Value(target)
 
     def _plan_tensor(
@@ -279,7 +279,7 @@ class Restorer:
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
             return Value(stored)
-        self.fills.append(Fill(local, stored, path, via_load_state_dict))
+        self.fills.append(Fill(local, stored, path.place, via_load_state_dict))
         return Value(target)
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> Plan:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
-from ckptmgr.state.leaves import Leaf
+from ckptmgr.state.leaves import Leaf, LeafForm
 from ckptmgr.state.paths import Node, dump_skeleton, load_skeleton, version_of
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -21,7 +21,7 @@ _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 def skeleton_of(nodes: Sequence[Node | Leaf]) -> str:
     """Return the text of a skeleton; its leaves must be planned already."""
-    heads: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    heads: dict[int, str] = {}
     parts: list[str] = []
     waiting: list[Node] = []
     for node in nodes:
@@ -31,7 +31,15 @@ def skeleton_of(nodes: Sequence[Node | Leaf]) -> str:
             if waiting:
                 parts.append(_encode(waiting)[1:-1])
                 waiting.clear()
-            parts.append(_leaf(node, heads))
+            head = heads.get(id(node.form))
+            if head is None:
+                head = heads[id(node.form)] = _head(node.form)
+            if node.node:
+                parts.append(_leaf(node, head))
+            else:  # most leaves
+                parts.append(
+                    f'{head},"tensor":{encode_basestring_ascii(node.tensor.spec.name)}}}}}'
+                )
         else:
             waiting.append(node)
     if waiting:
@@ -39,19 +47,18 @@ def skeleton_of(nodes: Sequence[Node | Leaf]) -> str:
     return f'{{"version":{version_of(nodes)},"nodes":[{",".join(parts)}]}}'
 
 
-def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:
-    node = leaf.node
-    if "shape" in node or not isinstance(leaf.dtype, str):
-        body: dict[str, Node] = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
-        return _encode({leaf.kind: {**body, "tensor": leaf.stored_name}})
-    key = (leaf.kind, leaf.dtype, leaf.shape)
-    head = heads.get(key)
-    if head is None:
-        shape = ",".join(map(str, leaf.shape))
-        head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
-    if not node:  # most leaves
-        return f'{head},"tensor":{encode_basestring_ascii(leaf.tensor.spec.name)}}}}}'
-    rest = {**node, "tensor": leaf.stored_name}
+def _head(form: LeafForm) -> str:
+    """Return the text of leaves of this form up to their shape."""
+    shape = ",".join(map(str, form.shape))
+    return f'{{"{form.kind}":{{"dtype":{_encode(form.dtype)},"shape":[{shape}]'
+
+
+def _leaf(leaf: Leaf, head: str) -> str:
+    if "shape" in leaf.node:  # of a slice: that of the whole tensor
+        form = leaf.form
+        body: dict[str, Node] = {"dtype": form.dtype, "shape": list(form.shape), **leaf.node}
+        return _encode({form.kind: {**body, "tensor": leaf.stored_name}})
+    rest = {**leaf.node, "tensor": leaf.stored_name}
     return "".join([head, *[f',"{name}":{_encode(value)}' for name, value in rest.items()], "}}"])
 
 

@@ -7,7 +7,7 @@ A leaf is a whole tensor or a view of its bytes. A skeleton may be untrusted, so
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,26 +83,27 @@ class StoredArrays:
         self._handed_out: set[str] = set()
         self._torch_memory: dict[str, torch.Tensor] = {}
         self._shared: dict[object, object] = {}
-        self._forms: dict[str, _Form] = {}
 
-    def plain_leaf(self, leaf: PlainLeaf, *, numbers: int) -> object:
-        """Return the array of a leaf, if possible as it is stored; see `leaf` for `numbers`."""
-        head, name = leaf
-        form = self._forms.get(head)
-        if form is None:
-            form = self._forms[head] = _form_of(*body_of(leaf))
-        if name not in self._stored:
-            stored = self._stored[name] = self._read_stored(name)
-            fits = form.dtype is not None and stored.dtype == form.dtype
-            fits = fits and stored.shape == form.shape
-            if fits and stored.flags.carray:
-                value: object = stored if form.adopt is None else form.adopt(stored)
-                self._handed_out.add(name)
-                if self._fill is not None:
-                    self._note(value, name, is_whole=True)
-                return value
-        kind, body = body_of(leaf)
-        return self.leaf(kind, body, numbers=numbers)
+    def plain_leaves(self, leaves: Iterable[PlainLeaf], *, numbers: int) -> Iterator[object]:
+        """Yield the array of each leaf, if possible as it is stored; see `leaf` for `numbers`."""
+        forms: dict[str, _Form] = {}
+        for leaf in leaves:
+            head, name = leaf
+            form = forms.get(head)
+            if form is None:
+                form = forms[head] = _form_of(*body_of(leaf))
+            dtype, shape, adopt = form
+            if name not in self._stored:
+                stored = self._stored[name] = self._read_stored(name)
+                fits = dtype is not None and stored.dtype == dtype
+                if fits and stored.shape == shape and stored.flags.carray:
+                    self._handed_out.add(name)
+                    value: object = stored if adopt is None else adopt(stored)
+                    if self._fill is not None:
+                        self._note(value, name, is_whole=True)
+                    yield value
+                    continue
+            yield self.leaf(*body_of(leaf), numbers=numbers)
 
     def leaf(self, kind: str, body: Node, *, numbers: int) -> object:
         """Return the array of a node; the numbers of shared ones are below `numbers`."""

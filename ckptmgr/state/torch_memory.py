@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,9 @@ def _joined_tensors(tensors: Sequence[Tensor]) -> list[memoryview] | None:
     flat: list[torch.Tensor] = []
     with torch.no_grad():
         for spec, content in tensors:
-            value: torch.Tensor = content.args[0]  # type: ignore[attr-defined]
+            if not isinstance(content, partial) or content.func is not torch_bytes:
+                return None
+            value: torch.Tensor = content.args[0]
             shape = value.shape
             if shape != spec.shape or not value.is_cpu:
                 return None

@@ -16,18 +16,19 @@ from weakref import ref
 import numpy as np
 import torch
 
-from ckptmgr.formats.tensor import Tensor
+from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.state.leaves import (
     IN_ALL_FORMATS,
     NO_SPAN,
     Finder,
     Leaf,
+    LeafForm,
     Memory,
     Span,
     extent,
-    storage_spec,
+    leaf_form,
 )
-from ckptmgr.state.paths import Node, Path, TreeError, unsupported
+from ckptmgr.state.paths import Node, Path, Place, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
 from ckptmgr.state.torch_memory import memory_of_tensor, torch_bytes
 
@@ -149,18 +150,22 @@ def _flags(value: torch.Tensor) -> dict[str, Node]:
     return flags
 
 
-def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
+@lru_cache(maxsize=1024)
+def _form_of(dtype: torch.dtype, shape: torch.Size) -> LeafForm:
+    name = dtype_name(dtype)
+    return leaf_form("torch", name, (*shape,), dtype.itemsize, spelling=name, finder=TENSORS)
+
+
+def torch_leaf(value: torch.Tensor, place: Place, name: str) -> Leaf:
     """Return the leaf of a plain tensor."""
-    dtype, shape = value.dtype, tuple(value.shape)
-    spelling, item_bytes = dtype_name(dtype), dtype.itemsize
-    spec, is_bytes = storage_spec(name, spelling, shape, item_bytes)
+    form = _form_of(value.dtype, value.shape)
     node = _flags(value) if value.requires_grad or type(value) is not torch.Tensor else {}
-    if is_bytes:
+    if form.is_bytes:
         node["stored"] = "uint8"
+    spec = TensorSpec(name, form.stored_dtype, form.stored_shape)
     tensor = Tensor(spec, partial(torch_bytes, value))
     # The span is needed in any case, as no tensor owns its memory, and now the tensor is in the cache.
-    span = _span(value)
-    return Leaf(path, "torch", spelling, shape, node, value, tensor, item_bytes, TENSORS, span)
+    return Leaf(place, form, node, value, tensor, _span(value))
 
 
 def _span(value: torch.Tensor) -> Span:

@@ -30,7 +30,7 @@ from ckptmgr.state.scalars import (
     has_too_many_equal_hashes,
     is_key,
 )
-from ckptmgr.state.skeleton_reader import nodes_of
+from ckptmgr.state.skeleton_reader import MARK, nodes_of
 from ckptmgr.state.stored_arrays import ReadTensor, StoredArrays, guarded, torch_values
 from ckptmgr.state.text_forms import TEXT_KINDS, decode_text_form
 
@@ -84,14 +84,14 @@ class Unflattener:
 
     def run(self, skeleton: str) -> object:
         """Return the state; raise TreeError if the skeleton does not fit the tensors."""
-        nodes = nodes_of(skeleton)
+        nodes, leaves = nodes_of(skeleton)
         self._node_count = len(nodes)
         values, left = self._values, iter(nodes)
-        leaf = self.arrays.plain_leaf
+        arrays = self.arrays.plain_leaves(leaves, numbers=self._node_count)
         try:
             for node in left:
-                if type(node) is tuple:
-                    values.append(leaf(node, numbers=self._node_count))
+                if node == MARK and leaves:
+                    values.append(next(arrays))
                 elif isinstance(node, dict):
                     self._step(node)
                 elif isinstance(node, list):

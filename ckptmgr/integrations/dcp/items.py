@@ -16,7 +16,7 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.integrations.dcp.index import dcp_piece_name
 from ckptmgr.integrations.dcp.metadata import tensor_data
-from ckptmgr.state.leaves import storage_spec
+from ckptmgr.state.leaves import stored_as
 from ckptmgr.state.torch_memory import torch_bytes
 from ckptmgr.state.torch_values import dtype_name
 
@@ -33,12 +33,8 @@ def stored(item: WriteItem, planner: SavePlanner) -> Tensor:
         return bytes_tensor(dcp_piece_name(item.index.fqn, None), _object(item, planner))
     data = tensor_data(item)
     dtype = data.properties.dtype
-    spec, _ = storage_spec(
-        dcp_piece_name(item.index.fqn, data.chunk.offsets),
-        dtype_name(dtype),
-        tuple(data.chunk.sizes),
-        dtype.itemsize,
-    )
+    row, shape, _ = stored_as(dtype_name(dtype), tuple(data.chunk.sizes), dtype.itemsize)
+    spec = TensorSpec(dcp_piece_name(item.index.fqn, data.chunk.offsets), row, shape)
     return Tensor(spec=spec, content=partial(_content, item, planner))
 
 
