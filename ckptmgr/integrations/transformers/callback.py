@@ -311,7 +311,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             control.should_training_stop |= self.manager.should_stop
 
     def _ended_step(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the manager is told of a step."""
+        """Return the arguments of `step_end` for a step."""
         step_random, epoch_random = GlobalRandom().state_dict(), self._epoch_random
 
         def content() -> dict[str, object]:
