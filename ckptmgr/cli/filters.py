@@ -110,7 +110,7 @@ class Chosen:
         """Raise UsageProblem if a name is neither a field nor a metric of any checkpoint."""
         names = [term.field for term in self.terms if term.is_metric]
         names += [self.sort] if self.sort is not None and self.sort not in FIELDS else []
-        known = {metric for one in found for metric in one.metrics}
+        known = {metric for one in found for metric in one.metrics} if names else set()
         for name in names if found else ():
             if name not in known:
                 close = difflib.get_close_matches(name, [*FIELDS, *known], n=1)

@@ -16,6 +16,7 @@ from ckptmgr.core.model import Checkpoint, Reason, State, Verdict
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
+from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.prune import LinePlan, Proposal, PruneResult
 from ckptmgr.policy.lines import RunLine
 from ckptmgr.policy.rules import Best, RetentionPolicy
@@ -109,7 +110,7 @@ class PlanView:
 
     def _timeline(self, verdicts: Sequence[Verdict]) -> None:
         marks = _UNICODE_MARKS if self.output.has_unicode else _ASCII_MARKS
-        oldest_first = [v for v in reversed(verdicts) if render.step(v.checkpoint) != "-"]
+        oldest_first = [v for v in reversed(verdicts) if has_known_step(v.checkpoint)]
         if not oldest_first:
             return
         per_mark = -(-len(oldest_first) // _TIMELINE_WIDTH)
@@ -118,7 +119,7 @@ class PlanView:
         first, last = (_short(oldest_first[i].checkpoint.step) for i in (0, -1))
         self.output.line(f" step {first} {line} {last}")
         legend = f"{marks['keep']} keep  {marks['drop']} drop"
-        if any(_mark([v]) == "corrupt" for v in oldest_first):
+        if any(v.checkpoint.state is State.CORRUPT for v in oldest_first):
             legend += f"  {marks['corrupt']} corrupt (does not count towards any rule)"
         if per_mark > 1:
             legend += f"  (each for up to {per_mark} checkpoints)"
@@ -135,13 +136,13 @@ class PlanView:
         for verdict in self.chosen.in_order(plan.verdicts, of=lambda one: one.checkpoint):
             if not (verdict.is_kept or self.shows_dropped):
                 continue
-            word, *cells = _row(proposal, verdict, metrics)
+            cells = _row(proposal, verdict, metrics)
             checkpoint = verdict.checkpoint
             if has_runs:
-                cells.insert(0, Cell(shown_run(runs[checkpoint.name])))
+                cells.insert(1, Cell(shown_run(runs[checkpoint.name])))
             if has_series:
-                cells.insert(0, Cell(checkpoint.series))
-            rows.append([word, *cells])
+                cells.insert(1, Cell(checkpoint.series))
+            rows.append(cells)
         right = " ".join(("STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)))
         self.output.table(header, rows, right=right)
         if self.verbose:
@@ -201,15 +202,16 @@ def _metrics(policy: RetentionPolicy) -> list[str]:
 def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[Cell]:
     checkpoint = verdict.checkpoint
     word = "keep" if verdict.is_kept else "drop"
-    why = "; ".join(reason.detail for reason in verdict.reasons)
-    if not verdict.is_kept:
-        why = "nearest: " + (", ".join(reason.detail for reason in verdict.nearest) or "none")
+    if verdict.is_kept:
+        why = "; ".join([reason.detail for reason in verdict.reasons])
+    else:
+        why = "nearest: " + (", ".join([reason.detail for reason in verdict.nearest]) or "none")
     return [
         render.state(word),
         Cell(render.step(checkpoint)),
         Cell(render.age(checkpoint.saved_at, proposal.now)),
         Cell(size_text(checkpoint.size_bytes)),
-        *(Cell(render.number(checkpoint.metrics.get(name))) for name in metrics),
+        *[Cell(render.number(checkpoint.metrics.get(name))) for name in metrics],
         render.state(checkpoint.state.value),
         Cell(why),
     ]

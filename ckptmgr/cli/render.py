@@ -128,7 +128,13 @@ class Output:
         """Print rows under a header; `right` holds the headings of right-aligned columns."""
         aligned_right = {i for i, name in enumerate(header) if name in right.split()}
         styled = [[Cell(name, "bold") for name in header], *rows]
-        lines = [[_spelled_out(cell.text, sys.stdout) for cell in line] for line in styled]
+        lines = [
+            texts  # a large table has very many
+            if (joined := "".join(texts := [cell.text for cell in line])).isascii()
+            and joined.isprintable()
+            else [_spelled_out(text, sys.stdout) for text in texts]
+            for line in styled
+        ]
         if self.columns is not None:
             fitted = layout.fit(lines, aligned_right, self.columns)
             if fitted is not None:

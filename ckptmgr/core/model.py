@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -190,7 +191,7 @@ class Checkpoint:
         Not the step alone: after a rollback from step 100 to 50, the save of step 60 is newer than
         that of step 100.
         """
-        return (self.sequence, self.step, self.attempt)
+        return ORDER(self)
 
     @property
     def is_countable(self) -> bool:
@@ -221,6 +222,12 @@ class Checkpoint:
     def is_emergency(self) -> bool:
         """Whether it was saved while an exception unwound the training loop."""
         return self.why.startswith(_EMERGENCY)
+
+
+ORDER: Callable[[Checkpoint], tuple[int, int, int]] = operator.attrgetter(
+    "sequence", "step", "attempt"
+)
+"""`Checkpoint.order` as a key for large sorts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,9 +28,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import ORDER, Checkpoint
 
 _SHOWN_DIGITS = 8
 _SHOWN_LINES = 3
@@ -77,7 +77,7 @@ def lines_of(checkpoints: Iterable[Checkpoint]) -> list[RunLine]:
     """Return the lines of a directory, the one that committed last first, files of no run last."""
     by_run: dict[str, list[Checkpoint]] = {}
     others: dict[str, list[Checkpoint]] = {}
-    for one in sorted(checkpoints, key=_place):
+    for one in _in_order(checkpoints):
         if one.run_id and not one.is_unproven:
             by_run.setdefault(one.run_id, []).append(one)
         else:
@@ -102,11 +102,15 @@ def _joined(runs: tuple[str, ...], *parts: Sequence[Checkpoint]) -> RunLine:
     """Return the line of some runs; the checkpoints of each part are in order."""
     if len(parts) == 1:
         return RunLine(runs=runs, checkpoints=tuple(parts[0]))
-    return RunLine(runs=runs, checkpoints=tuple(sorted(chain(*parts), key=_place)))
+    return RunLine(runs=runs, checkpoints=tuple(_in_order(chain(*parts))))
 
 
-def _place(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], str]:
-    return (checkpoint.order, checkpoint.name)
+def _in_order(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints by their order; names decide only where two have the same."""
+    ordered = sorted(checkpoints, key=ORDER)
+    if any(one == after for one, after in pairwise(map(ORDER, ordered))):
+        ordered.sort(key=lambda one: (ORDER(one), one.name))
+    return ordered
 
 
 def meant_line(lines: Sequence[RunLine], own_runs: Set[str] = frozenset()) -> RunLine | None:

@@ -38,7 +38,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.core.model import ORDER, Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.core.names import is_same_prefix
 from ckptmgr.policy.rules import (
     Best,
@@ -146,14 +146,13 @@ def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[l
     # The last key makes the order total, so that the order of the input cannot matter. The repr is
     # slow, and only a path that occurs twice needs it; distinct commits need neither.
     has_doubles = len({item.path for item in history}) < len(history)
-    has_ties = len({item.order for item in history}) < len(history)
+    has_ties = len(set(map(ORDER, history))) < len(history)
 
     def place(item: Checkpoint) -> tuple[object, ...]:
         text = _text_of(item) if has_doubles else str(item.path)
         return (item.order, as_utc(item.saved_at), text)
 
-    by_commit = operator.attrgetter("order")
-    newest_first = sorted(history, key=place if has_ties else by_commit, reverse=True)
+    newest_first = sorted(history, key=place if has_ties else ORDER, reverse=True)
     if has_doubles:
         by_path: dict[Path, Checkpoint] = {}
         for item in newest_first:

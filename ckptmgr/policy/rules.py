@@ -122,13 +122,14 @@ class Last(Rule):
 
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
+        rule, count = str(self), self.count
+        kept = [f"last {rank}/{count}" for rank in range(1, min(count, len(history)) + 1)]
+        others = [
+            f"last ({ordinal(rank)} of {count})" for rank in range(count + 1, len(history) + 1)
+        ]
         return [
-            self.finding(True, f"last {rank}/{self.count}", rank=rank, of=self.count)
-            if rank <= self.count
-            else self.finding(
-                False, f"last ({ordinal(rank)} of {self.count})", rank=rank, of=self.count
-            )
-            for rank in range(1, len(history) + 1)
+            Finding(rank <= count, Reason(rule=rule, detail=detail, rank=rank, of=count))
+            for rank, detail in enumerate([*kept, *others], start=1)
         ]
 
 

@@ -101,8 +101,10 @@ def number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
     """
     longest: dict[str, int] = {}
     for checkpoint in found:
-        if checkpoint.is_bare and checkpoint.epoch is not None:
+        if checkpoint.epoch is not None and checkpoint.is_bare:
             longest[checkpoint.series] = max(longest.get(checkpoint.series, 1), checkpoint.step)
+    if not longest:
+        return found
     return [
         replace(c, step=max(0, c.epoch - 1) * longest[c.series] + c.step)
         if c.is_bare and c.epoch is not None

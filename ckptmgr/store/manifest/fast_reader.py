@@ -88,65 +88,79 @@ def checkpoint_in(data: bytes, path: Path) -> Checkpoint | None:
     match = None if len(data) > _MAX_BYTES else _LAYOUT.fullmatch(data.decode("latin-1"))
     if match is None:
         return None
-    name, why, sequence = match["name"], match["why"], int(match["sequence"])
-    is_plain = name == path.name and not is_set_name(name) and (why, sequence) != (PLACEHOLDER, 0)
-    size_bytes, metrics = _size(match), _figures(match["metrics"])
-    if not is_plain or size_bytes is None or metrics is None or _has_doubles(match["stats"]):
+    found = match.groups()
+    series, step, attempt, epoch, sequence, saved_at, why = found[:7]
+    run_id, parents, start, world, metrics, stats, name = found[7:14]
+    size, kind, cipher, key_id, range_bytes, total, ranges = found[14:21]
+    previous_name, previous_sequence, previous_run, previous_id = found[21:]
+    is_plain = (
+        name == path.name
+        and not is_set_name(name)
+        and (why, sequence) != (PLACEHOLDER, "0")
+        and _is_covered(int(size), int(range_bytes), ranges, total)
+        and not _has_doubles(stats)
+    )
+    figures = _figures(metrics) if is_plain else None
+    if figures is None:
         return None
     try:
-        saved_at = datetime.fromisoformat(match["saved_at"])
+        saved = datetime.fromisoformat(saved_at)
     except ValueError:
         return None
-    step, attempt = int(match["step"]), int(match["attempt"])
-    epoch = None if match["epoch"] == "null" else int(match["epoch"])
-    parents = tuple(_TEXT_IN_LIST.findall(match["parents"]))
-    series, run_id = match["series"], match["run_id"]
+    # What the layout allows in quotes, and its numbers, are their own JSON.
+    named = [] if parents == "[]" else _TEXT_IN_LIST.findall(parents)
     identity = checkpoint_id(
-        series=series,
+        series=f'"{series}"',
         step=step,
         attempt=attempt,
         epoch=epoch,
         sequence=sequence,
-        saved_at=match["saved_at"],
-        why=why,
-        run_id=run_id,
-        parents=parents,
-        world_size=int(match["world"]),
-        files=[(name, size_bytes, match["total"])],
-        previous_id=match["previous_id"],
+        saved_at=f'"{saved_at}"',
+        why=f'"{why}"',
+        run_id=f'"{run_id}"',
+        parents=",".join([f'"{parent}"' for parent in named]) if named else "",
+        world_size=world,
+        files=f'["{name}",{size},"{total}"]',
+        previous="null" if previous_id is None else f'"{previous_id}"',
     )
+    previous = None
+    if previous_id is not None:
+        previous = Link(
+            name=previous_name,
+            sequence=int(previous_sequence),
+            run_id=previous_run,
+            id=previous_id,
+        )
     return Checkpoint(
         path=path,
         series=series,
-        step=step,
-        saved_at=saved_at,
-        size_bytes=size_bytes,
+        step=int(step),
+        saved_at=saved,
+        size_bytes=int(size),
         run_id=run_id,
-        attempt=attempt,
-        sequence=sequence,
-        epoch=epoch,
+        attempt=int(attempt),
+        sequence=int(sequence),
+        epoch=None if epoch == "null" else int(epoch),
         why=why,
-        metrics=metrics,
-        format=match["format"],
-        cipher=match["cipher"],
-        key_id=match["key_id"],
+        metrics=figures,
+        format=kind,
+        cipher=cipher,
+        key_id=key_id,
         id=identity,
-        previous=_link(match),
-        parent_run_ids=parents,
-        starts_anew=match["start"] is not None,
+        previous=previous,
+        parent_run_ids=tuple(named),
+        starts_anew=start is not None,
     )
 
 
-def _size(match: re.Match[str]) -> int | None:
-    """Return the size of the file if the digests cover it and belong together."""
-    size_bytes, range_bytes = int(match["size"]), int(match["range"])
-    ranges = bytes.fromhex("".join(_HEX.findall(match["ranges"])))
-    if not 1 <= range_bytes <= MAX_RANGE_BYTES:
-        return None
-    if len(ranges) != -(-size_bytes // range_bytes) * DIGEST_BYTES:
-        return None
-    total = total_digest(size_bytes, range_bytes, ranges)
-    return size_bytes if total.hex() == match["total"] else None
+def _is_covered(size_bytes: int, range_bytes: int, digests: str, total: str) -> bool:
+    """Return whether the digests of its ranges cover a file, and make its total one."""
+    ranges = bytes.fromhex("".join(_HEX.findall(digests)))
+    return (
+        1 <= range_bytes <= MAX_RANGE_BYTES
+        and len(ranges) == -(-size_bytes // range_bytes) * DIGEST_BYTES
+        and total_digest(size_bytes, range_bytes, ranges).hex() == total
+    )
 
 
 def _figures(text: str) -> Figures | None:
@@ -161,15 +175,3 @@ def _figures(text: str) -> Figures | None:
 def _has_doubles(figures: str) -> bool:
     names = _NAME_OF_FIGURE.findall(figures)
     return len(set(names)) < len(names)
-
-
-def _link(match: re.Match[str]) -> Link | None:
-    name = match["previous_name"]
-    if name is None:
-        return None
-    return Link(
-        name=name,
-        sequence=int(match["previous_sequence"]),
-        run_id=match["previous_run"],
-        id=match["previous_id"],
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
@@ -28,31 +28,28 @@ _quoted = json.encoder.encode_basestring_ascii
 def checkpoint_id(
     *,
     series: str,
-    step: int,
-    attempt: int,
-    epoch: int | None,
-    sequence: int,
+    step: str,
+    attempt: str,
+    epoch: str,
+    sequence: str,
     saved_at: str,
     why: str,
     run_id: str,
-    parents: Sequence[str],
-    world_size: int,
-    files: Sequence[tuple[str, int, str]],
-    previous_id: str | None,
+    parents: str,
+    world_size: str,
+    files: str,
+    previous: str,
 ) -> str:
-    """Return the hash of the facts of a checkpoint that never change; `files`: name, bytes, digest.
+    """Return the hash of the facts of a checkpoint that never change, each given as its JSON.
 
-    The text is their canonical JSON (docs/manifest-format.md). A large listing needs very many.
+    The text is their canonical JSON (docs/manifest-format.md): of `files` name, bytes and digest of
+    each, of `previous` the id. A large listing has each fact as text already.
     """
-    runs = ",".join([_quoted(parent) for parent in parents])
-    each = ",".join([f"[{_quoted(name)},{size:d},{_quoted(total)}]" for name, size, total in files])
     text = (
-        f'{{"attempt":{attempt:d},"epoch":{"null" if epoch is None else format(epoch, "d")}'
-        f',"files":[{each}]'
-        f',"previous":{"null" if previous_id is None else _quoted(previous_id)}'
-        f',"run":{{"id":{_quoted(run_id)},"parents":[{runs}]}},"saved_at":{_quoted(saved_at)}'
-        f',"sequence":{sequence:d},"series":{_quoted(series)},"step":{step:d}'
-        f',"why":{_quoted(why)},"world":{{"size":{world_size:d}}}}}'
+        f'{{"attempt":{attempt},"epoch":{epoch},"files":[{files}],"previous":{previous}'
+        f',"run":{{"id":{run_id},"parents":[{parents}]}},"saved_at":{saved_at}'
+        f',"sequence":{sequence},"series":{series},"step":{step}'
+        f',"why":{why},"world":{{"size":{world_size}}}}}'
     )
     return hashlib.sha256(_ID_PREFIX + text.encode()).hexdigest()
 
@@ -141,21 +138,23 @@ class Manifest:
     def id(self) -> str:
         """64 hex digits: a hash over the facts that never change, and the id of the predecessor."""
         return checkpoint_id(
-            series=self.series,
-            step=self.step,
-            attempt=self.attempt,
-            epoch=self.epoch,
-            sequence=self.sequence,
-            saved_at=time_text(self.saved_at),
-            why=self.why,
-            run_id=self.run_id,
-            parents=self.parent_run_ids,
-            world_size=self.world_size,
-            files=[
-                (entry.name, entry.digest.size_bytes, entry.digest.total.hex())
-                for entry in self.shards or (self.file,)
-            ],
-            previous_id=None if self.previous is None else self.previous.id,
+            series=_quoted(self.series),
+            step=f"{self.step:d}",
+            attempt=f"{self.attempt:d}",
+            epoch="null" if self.epoch is None else f"{self.epoch:d}",
+            sequence=f"{self.sequence:d}",
+            saved_at=_quoted(time_text(self.saved_at)),
+            why=_quoted(self.why),
+            run_id=_quoted(self.run_id),
+            parents=",".join([_quoted(parent) for parent in self.parent_run_ids]),
+            world_size=f"{self.world_size:d}",
+            files=",".join(
+                [
+                    f'[{_quoted(entry.name)},{entry.digest.size_bytes:d},"{entry.digest.total.hex()}"]'
+                    for entry in self.shards or (self.file,)
+                ]
+            ),
+            previous="null" if self.previous is None else _quoted(self.previous.id),
         )
 
     @property
