@@ -196,7 +196,7 @@ class DataState:
         """Return a function that takes the places of a checkpoint, and sets the random numbers.
 
         Those of a rank among others, which divided the data otherwise, say only in which epoch the
-        run is: its pass begins anew.
+        run is: its pass begins again.
 
         Raises:
             TreeError: The text is damaged.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.files import FileHead
+from ckptmgr.io.files import FileHead, NoRegularFile
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
 from tests.support.diskimage import DiskImage, Snapshot, os_error
 from tests.support.diskstate import FileContent, Order
@@ -150,7 +150,7 @@ class ModelDisk:
         with self._powered():
             inode = self._image.resolve(path)
             if inode not in self._image.files:
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
+                raise NoRegularFile(errno.EINVAL, "not a regular file", str(path))
             return _ModelInput(self, inode)
 
     def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
@@ -165,7 +165,7 @@ class ModelDisk:
         with self._powered():
             inode = self._image.resolve(path)
             if inode not in self._image.files:
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
+                raise NoRegularFile(errno.EINVAL, "not a regular file", str(path))
             return _ModelOutput(self, path, inode)
 
     def replace(self, source: Path, target: Path) -> None:

@@ -78,7 +78,7 @@ class TrainingLoaders:
                 " skips one batch: give %s a __len__, or save at the end of epochs",
                 type(loader).__name__,
             )
-        if self._are_iterated:  # Lightning loads them anew for an epoch
+        if self._are_iterated:  # Lightning loads them again for an epoch
             self.begin()
         number = len(self._batches)
         name = f"train {number}" if number else "train"
