@@ -103,6 +103,6 @@ def test_page_names_the_keys_of_a_line() -> None:
     if not page.exists():
         pytest.skip("needs the sources")
     text = page.read_text(encoding="utf-8")
-    named = text[text.index("The keys of a line") : text.index("is that of the data file")]
+    named = text[text.index("The keys of a line") : text.index("(sentences)")]
     keys = [key for key in re.findall(r"`([a-z_]+)`", named)]
     assert list(dict.fromkeys(keys)) == list(EVENT.to_json())
