@@ -27,7 +27,7 @@ from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, r
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import trash
+from ckptmgr.store import change_leases, trash
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.store import Store
@@ -178,7 +178,11 @@ def leftover(root: Path) -> Path:
     return directory
 
 
-def test_file_that_is_saved_while_its_leftover_is_collected_stays(fast_path: Path) -> None:
+def test_file_that_is_saved_while_its_leftover_is_collected_stays(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The process that cleans up is this one, which cannot go on while the save waits for it.
+    monkeypatch.setattr(change_leases, "_ENDING_S", 0.0)
 
     def decide(directory: Path) -> Act:
         tomorrow = time.time() + 2 * 86_400
