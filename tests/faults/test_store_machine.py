@@ -34,6 +34,8 @@ class Known:
         pinned: Names that retention must not touch.
         undurable: Names that are there, but that nobody promised: their writer died or got an error.
         lone: Names whose data was deleted: their manifests stay for a while, as missing or as leftovers.
+        removed: Name to value of the checkpoints that retention removed. After a fault their manifests
+            may be there: leftovers, as long as something newer is intact.
     """
 
     intact: dict[str, float] = field(default_factory=dict)
@@ -42,6 +44,7 @@ class Known:
     pinned: set[str] = field(default_factory=set)
     undurable: set[str] = field(default_factory=set)
     lone: set[str] = field(default_factory=set)
+    removed: dict[str, float] = field(default_factory=dict)
 
     @property
     def unusable(self) -> set[str]:
@@ -135,7 +138,7 @@ class Training(RuleBasedStateMachine):
             assert self.known.writers[name] in run.lineage
             assert name not in self.known.pinned
             assert name != run.resumed_from
-            del self.known.intact[name]
+            self.known.removed[name] = self.known.intact.pop(name)
         self.known.spoiled &= set(listed)
 
     def listed(self) -> dict[str, Checkpoint]:
@@ -287,6 +290,8 @@ class Training(RuleBasedStateMachine):
         del self.known.intact[name]
         self.known.spoiled.add(name)
         self.known.pinned.discard(name)
+        newest = max(self.known.intact.values(), default=-1.0)
+        self.known.lone |= {one for one, value in self.known.removed.items() if value > newest}
 
     @invariant()
     def what_was_promised_is_listed_and_loads(self) -> None:
