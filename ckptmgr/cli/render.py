@@ -57,6 +57,7 @@ STATE_STYLES: Mapping[str, str] = {
     "unverified": "yellow",
     "unproven": "yellow",
     "other-key": "yellow",
+    "other-owner": "yellow",
     "partial": "yellow",
     "corrupt": "bold red",
     "unreadable": "bold red",

@@ -30,6 +30,7 @@ from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import newest_first
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
+from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_bookkeeping_name
 from ckptmgr.store.store import Store
@@ -274,6 +275,8 @@ def _file(store: Store, path: Path) -> Checkpoint:
     # The listing comes first: no file has the name of a checkpoint of several ranks.
     found = store.scan() if store.directory.is_dir() else []
     known = next((c for c in found if c.path == real), None)
+    if known is None and real.exists() and real.with_name(manifest_name(real.name)).exists():
+        known = store.look(real.name)  # under a name that no listing has
     if known is not None:
         absence = why_not_here(real) if known.is_bare else None
         if absence is not None:

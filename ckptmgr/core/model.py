@@ -50,6 +50,8 @@ class State(enum.Enum):
     """No given key proves it: no manifest, or one without authentication or signature."""
     OTHER_KEY = "other-key"
     """Its manifest is authenticated or signed under another key than those given."""
+    OTHER_OWNER = "other-owner"
+    """In a directory where users cannot remove each other's files, it is of an untrusted user."""
     PLAIN = "plain"
     """As shown without the key of the environment, where nothing is encrypted; in no listing."""
     CORRUPT = "corrupt"
@@ -69,6 +71,7 @@ class State(enum.Enum):
 
 
 _WHOLE = (State.OK, State.UNVERIFIED, State.COMPLETE)
+_BARE = (State.UNVERIFIED, State.UNPROVEN, State.OTHER_OWNER)
 _EMERGENCY = "exception"
 UNUSABLE = (State.CORRUPT, State.UNREADABLE, State.MISSING)
 """States of checkpoints that cannot be loaded as they are."""
@@ -201,7 +204,7 @@ class Checkpoint:
     @property
     def is_bare(self) -> bool:
         """Whether it is a file without a manifest."""
-        return self.run_id is None and self.state in (State.UNVERIFIED, State.UNPROVEN)
+        return self.run_id is None and self.state in _BARE
 
     @property
     def is_attested(self) -> bool:
@@ -210,8 +213,8 @@ class Checkpoint:
 
     @property
     def is_unproven(self) -> bool:
-        """Whether keys were given that do not prove it: it decides nothing."""
-        return self.state in (State.UNPROVEN, State.OTHER_KEY)
+        """Whether neither the given keys nor its owner vouch for it: it decides nothing."""
+        return self.state in (State.UNPROVEN, State.OTHER_KEY, State.OTHER_OWNER)
 
     @property
     def is_unreadable(self) -> bool:

@@ -23,7 +23,7 @@ import re
 import secrets
 from typing import NamedTuple
 
-from ckptmgr.core.names import ATTEMPT, parse_name, parse_step_name
+from ckptmgr.core.names import ATTEMPT, DATA_SUFFIXES, parse_name, parse_step_name
 
 SET_FORMAT = "shards"
 _SET_SUFFIX = f".{SET_FORMAT}"
@@ -102,6 +102,21 @@ def with_attempt(name: str, attempt_id: str) -> str:
 def is_set_name(name: str) -> bool:
     """Return whether this is the name of a sharded checkpoint."""
     return name.endswith(_SET_SUFFIX)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a checkpoint of a directory or prefix may have this name.
+
+    A manifest beside another name, such as `train.py`, may have been put there to have that file
+    removed, replaced or copied; so only the manifest of a set speaks for the files of its ranks.
+
+    >>> names = ("net-3.ckpt", "net-40.shards", ".net-3.ckpt", "ckptmgr.toml", "net.bin")
+    >>> [is_checkpoint_name(name) for name in names]
+    [True, True, False, False, False]
+    """
+    if name.startswith("."):
+        return False
+    return is_set_name(name) or (name.endswith(DATA_SUFFIXES) and parse_shard_name(name) is None)
 
 
 def set_stem(set_name: str) -> str:

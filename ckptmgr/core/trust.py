@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptmgr.core.model import Checkpoint
+
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
@@ -93,6 +95,10 @@ class Trust:
             allow_unsealed=False,
             allow_unencrypted=False,
         )
+
+    def proves(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the keys have proven the manifest of a listed checkpoint."""
+        return self.can_prove and checkpoint.is_attested and checkpoint.run_id is not None
 
     def hint_without_mac(self, ciphers: Iterable[str | None]) -> str | None:
         """Return how to accept a manifest without authentication; None where it is accepted.

@@ -229,15 +229,15 @@ def _opened(path: Path, parent: int | None) -> _Held:
     try:
         figures = os.fstat(descriptor)
         if parent is not None:
-            _check_owner(path, figures, os.fstat(parent))
+            check_owner(path, figures, os.fstat(parent))
     except BaseException:
         os.close(descriptor)
         raise
     return _Held(descriptor, figures)
 
 
-def _check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:
-    """Raise PermissionError if an untrusted user made a directory inside another one.
+def check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:
+    """Raise PermissionError if an untrusted user made an entry of a directory.
 
     In a directory that a group may write to, any member may have made it.
     """

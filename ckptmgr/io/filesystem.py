@@ -39,6 +39,7 @@ from ckptmgr.io.locks import locked
 from ckptmgr.io.permissions import inherit_directory_mode, set_directory_mode
 
 _PRIVATE = 0o400
+_SHARED = stat.S_IWGRP | stat.S_IWOTH
 
 
 class FileStatus(NamedTuple):
@@ -55,6 +56,9 @@ class FileStatus(NamedTuple):
         changed_ns: Time of the last change of the inode in nanoseconds since the epoch; None if the
             disk has none. Unlike `modified_at` it can only be set by changing the clock of the
             machine.
+        owner: User id of the owner; None if the disk has none.
+        is_sticky: Whether it is a directory in which users may add files, but not remove those of
+            others.
     """
 
     size_bytes: int
@@ -64,6 +68,8 @@ class FileStatus(NamedTuple):
     identity: tuple[int, int]
     mode: int = _PRIVATE
     changed_ns: int | None = None
+    owner: int | None = None
+    is_sticky: bool = False
 
 
 class OutputFile(Protocol):
@@ -436,4 +442,6 @@ def _status(figures: os.stat_result) -> FileStatus:
         (figures.st_dev, figures.st_ino),
         stat.S_IMODE(mode) if is_file else _PRIVATE,
         figures.st_ctime_ns,
+        figures.st_uid,
+        not is_file and bool(mode & stat.S_ISVTX and mode & _SHARED),
     )

@@ -27,6 +27,7 @@ from datetime import UTC, datetime, timedelta
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsafeWrite
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import DATA_SUFFIXES
+from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import checked_ranges
 from ckptmgr.io.filesystem import InputFile
@@ -64,6 +65,12 @@ def id_in(key: str) -> str | None:
     return found[1] if found is not None and key.endswith(DATA_SUFFIXES) else None
 
 
+def checkpoint_in(key: str) -> str | None:
+    """Return the name of the checkpoint whose manifest has this key; None for objects of others."""
+    name = key.removesuffix(SUFFIX)
+    return name if key.endswith(SUFFIX) and is_checkpoint_name(name) else None
+
+
 def entries_of(manifest: Manifest) -> tuple[FileEntry, ...]:
     """Return the data files of a checkpoint."""
     return manifest.shards or (manifest.file,)
@@ -79,8 +86,8 @@ class RemoteDirectory:
 
     def names(self) -> list[str]:
         """Return the names of the checkpoints that have a manifest."""
-        keys = (one.key for one in self.objects.list())
-        return [key.removesuffix(SUFFIX) for key in keys if key.endswith(SUFFIX)]
+        names = (checkpoint_in(one.key) for one in self.objects.list())
+        return [name for name in names if name is not None]
 
     def manifest(self, name: str) -> Manifest | None:
         """Return the manifest of a name without a check of its proofs, or None.

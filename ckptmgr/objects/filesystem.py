@@ -21,7 +21,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
-from ckptmgr.objects.directory import DATA, data_key, entries_of
+from ckptmgr.objects.directory import DATA, checkpoint_in, data_key, entries_of
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.ranged import ObjectFile
 from ckptmgr.objects.requests import Objects, StoredObject
@@ -65,7 +65,7 @@ class RemoteFiles:
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status of manifests, and of the data files that they name."""
         data = {one.key: one for one in self._objects.list(DATA)}
-        found = {one.key: one for one in self._objects.list() if one.key.endswith(SUFFIX)}
+        found = {one.key: one for one in self._objects.list() if checkpoint_in(one.key) is not None}
         known = dict(self._manifests)  # another thread may list, too
         fresh = [
             one

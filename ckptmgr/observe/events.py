@@ -35,9 +35,11 @@ from ckptmgr.core.model import Checkpoint
 
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 
+FIRST_OF_A_SAVE = "save.started"
+"""The one event that may come before the directory of a run is made."""
 MOMENTS = frozenset(
     {
-        "save.started",
+        FIRST_OF_A_SAVE,
         "save.staged",
         "lease.taken_over",
         "forecast",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -12,7 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptmgr.observe.events import Event
+from ckptmgr.io.appending import opened_to_append
+from ckptmgr.observe.events import FIRST_OF_A_SAVE, Event
 
 EVENTS_NAME = "events.jsonl"
 """The file in a checkpoint directory that `ckptmgr report` reads unless another one is named."""
@@ -22,40 +22,36 @@ class JsonLinesObserver:
     """Append each event to a file as one line of JSON: the keys of `Event`, NaN as null.
 
     A line is written by one call, so that processes may share a file. The file is opened for each
-    event: it may be rotated or removed at any time.
+    event: it may be rotated or removed at any time. A link, a pipe or a file of an untrusted user
+    in its place is refused.
 
     Args:
-        path: The file; its directory is made with the first event.
+        path: The file; a missing directory is made for this user alone, unless the run of the first
+            event makes it. Others get the rights on the file that they have on the directory, less
+            the umask and `w`.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._ends_whole = False  # whether the last line is known to have an end
+        self._waiting = b""
 
     def __call__(self, event: Event) -> None:
         """Append one event."""
-        line = json.dumps(_finite(event.to_json())) + "\n"
-        # A pipe without a reader must not hold up the training.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            descriptor = os.open(self._path, flags, 0o666)
-        except FileNotFoundError:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self._path, flags, 0o666)
-        try:
-            data = line.encode() if self._ends_whole else self._missing_end() + line.encode()
-            self._ends_whole = False
+        line = self._waiting + json.dumps(_finite(event.to_json())).encode() + b"\n"
+        if event.name == FIRST_OF_A_SAVE and not self._path.parent.exists():
+            self._waiting = line  # the save makes the directory, with the mode of its run
+            return
+        with opened_to_append(self._path) as descriptor:
+            data = line if self._ends_whole else _missing_end(descriptor) + line
+            self._ends_whole, self._waiting = False, b""
             self._ends_whole = os.write(descriptor, data) == len(data)
-        finally:
-            os.close(descriptor)
 
-    def _missing_end(self) -> bytes:
-        """Return the end of a last line that a crash or a full disk cut short, if it has none."""
-        # It is empty, may not be read, was just rotated, or is a pipe, which cannot seek.
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return b"" if file.read(1) == b"\n" else b"\n"
-        return b""
+
+def _missing_end(descriptor: int) -> bytes:
+    """Return the end of a last line that a crash or a full disk cut short, if it has none."""
+    size = os.fstat(descriptor).st_size
+    return b"" if not size or os.pread(descriptor, 1, size - 1) == b"\n" else b"\n"
 
 
 class EventLines(NamedTuple):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound, ChecksumMismatch, UnsafeWrite
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.names import DATA_SUFFIXES
+from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.io.digest import check_range
 from ckptmgr.io.filesystem import OutputFile, discard
 from ckptmgr.objects.directory import RemoteDirectory, data_key, entries_of
@@ -31,11 +33,17 @@ def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.
-        UnsafeWrite: The directory has another file of this name.
+        UnsafeWrite: The directory has another file of this name, or it is no name of a checkpoint.
         KeyProblem: The keys do not prove the manifest.
         CorruptCheckpoint: Manifest or data is damaged; no name has appeared.
         OSError: From the disk or the network.
     """
+    if not is_checkpoint_name(name):
+        raise UnsafeWrite(
+            "is not downloaded: no checkpoint of a directory or prefix has such a name",
+            path=source.path / name,
+            hint=f"names end in {', '.join(DATA_SUFFIXES)}, and begin without a dot",
+        )
     key = manifest_name(name)
     try:
         data = source.objects.get(key)

@@ -97,7 +97,7 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
 def newest_first(
     checkpoints: Sequence[Checkpoint], own_runs: Set[str] = frozenset()
 ) -> list[Checkpoint]:
-    """Return the finished checkpoints, newest first, emergency saves last.
+    """Return the finished checkpoints, newest first, emergency saves last, and those of strangers.
 
     Those of the line of runs that is meant come before those of other lines; `own_runs` are the run
     that asks and its parents. The state of an emergency save may be from the middle of a step.
@@ -115,6 +115,7 @@ def newest_first(
     return sorted(
         usable,
         key=lambda c: (
+            c.state is not State.OTHER_OWNER,
             c.is_unreadable,
             not c.is_emergency,
             not is_of_other_line(c),
@@ -186,6 +187,17 @@ def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
             "being read, or move it away with its manifest to go on without it",
         )
         raise error
+
+
+def of_strangers(present: Sequence[Checkpoint], chosen: Checkpoint | None) -> list[Skipped]:
+    """Return the checkpoints that another user put beside the newest own one, if they seem newer."""
+    if chosen is None or chosen.state is State.OTHER_OWNER:
+        return []
+    return [
+        Skipped(checkpoint=one, reason=one.problem or "")
+        for one in newest_first(present)
+        if one.state is State.OTHER_OWNER and not one.is_bare and one.order > chosen.order
+    ]
 
 
 def without_manifest(
@@ -279,15 +291,17 @@ class RunCandidates(ABC, Generic[_Loaded]):
         return checkpoint.series == self.prefix
 
     def listed(self) -> Sequence[Checkpoint]:
-        """List the directory; return the candidates."""
+        """List the directory; return the candidates; those of strangers where there are no others."""
         self.present = self._reader.store.scan()
         bare = map(self.as_own, (one for one in self.present if one.is_bare))
-        return newest_first(
+        found = newest_first(
             [
                 *(one for one in self.present if self.is_own(one) and not one.is_bare),
                 *(one for one in bare if one is not None and self._allow_bare),
             ]
         )
+        trusted = [one for one in found if one.state is not State.OTHER_OWNER]
+        return trusted if any(one.state not in UNUSABLE for one in trusted) else found
 
     def as_own(self, bare: Checkpoint) -> Checkpoint | None:
         """Return a file without manifest as the checkpoint that its name says it is, or None."""
@@ -366,6 +380,7 @@ class RollbackCandidates(StateCandidates):
         """List the directory; return the candidates."""
         present = self._reader.checkpoints()
         past = [c for c in present if c.step <= self._target and not c.is_bare]
+        past = [c for c in past if c.state is not State.OTHER_OWNER]
         own_runs = self._reader.own_runs()
         if any(c.run_id in own_runs for c in present):  # another run's past is not that of this one
             past = [c for c in past if not c.run_id or c.is_unproven or c.run_id in own_runs]

@@ -26,13 +26,20 @@ from ckptmgr.core.names import (
     stem_of,
     without_envelope,
 )
-from ckptmgr.core.shard_names import ShardName, is_set_name, parse_shard_name, set_stem
+from ckptmgr.core.shard_names import (
+    ShardName,
+    is_checkpoint_name,
+    is_set_name,
+    parse_shard_name,
+    set_stem,
+)
 from ckptmgr.core.trust import Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.leases import Processes
+from ckptmgr.io.owners import about_stranger, is_of_stranger
 from ckptmgr.io.passing_errors import no_such_file
 from ckptmgr.io.temp_names import final_name, is_temp_of, parse_temp
 from ckptmgr.store.lone_manifests import LoneManifest
@@ -287,7 +294,12 @@ class _Listing:
         self._processes = processes
         self._directory = files.directory
         self._entries = entries
-        self._temps = [one for one in entries if one[0] == "." and parse_temp(one) is not None]
+        self._at = files.fs.status(files.directory)
+        self._temps = [
+            one
+            for one, status in entries.items()
+            if one[0] == "." and parse_temp(one) is not None and not self._is_of_stranger(status)
+        ]
         self._known = known
         self._is_alone = is_alone
         self._others = others
@@ -298,6 +310,8 @@ class _Listing:
         lone: list[LoneManifest] = []
         for name, status in entries.items():
             if name.endswith(SUFFIX) and name[0] != ".":
+                if not (self._is_alone or is_checkpoint_name(name.removesuffix(SUFFIX))):
+                    continue
                 one = self._known.get(name) or self._from_manifest(name, status)
                 if isinstance(one, LoneManifest):
                     lone.append(one)
@@ -313,11 +327,21 @@ class _Listing:
                 and status.is_file
                 and (self._is_alone or not self._is_strategy(self._directory / name))
             ):
-                found.append(self._without_manifest(name, status))
+                found.append(self._judged(self._without_manifest(name, status), status))
         if lone:
             present = [*found, *self._others]
             found += [self._without_data(one, present) for one in lone]
         return [*number_bare_steps(found), *unnamed_shards(self._directory, entries, found)]
+
+    def _is_of_stranger(self, status: FileStatus) -> bool:
+        return is_of_stranger(status, self._at)
+
+    def _judged(self, found: Checkpoint, status: FileStatus) -> Checkpoint:
+        """Return a checkpoint, which decides nothing where neither owner nor keys vouch for it."""
+        if not self._is_of_stranger(status) or found.is_unproven or self._files.trust.proves(found):
+            return found
+        problem = about_stranger(status)
+        return replace(found, state=State.OTHER_OWNER, problem=problem, obstacle=None)
 
     def _is_strategy(self, path: Path) -> bool:
         if path.suffix != ".ckpt" or parse_name(path.name) is not None:
@@ -353,6 +377,14 @@ class _Listing:
         return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
 
     def _from_manifest(self, name: str, status: FileStatus) -> Checkpoint | LoneManifest:
+        found = self._read(name, status)
+        if isinstance(found, LoneManifest):
+            if self._files.trust.can_prove or not self._is_of_stranger(status):
+                return found
+            found = found.manifest.to_checkpoint(self._directory)
+        return self._judged(found, status)
+
+    def _read(self, name: str, status: FileStatus) -> Checkpoint | LoneManifest:
         data_name = name.removesuffix(SUFFIX)
         data = self._entries.get(data_name)
         path = self._directory / data_name
@@ -396,7 +428,9 @@ class _Listing:
                 problem=key_problem.message,
             )
         checkpoint = self._with_data(read, data)
-        if checkpoint.state is State.OK:
+        if checkpoint.state is State.OK and (
+            self._files.trust.can_prove or not self._is_of_stranger(status)
+        ):
             self._known.note(name, checkpoint, checkpoint.shards or (data_name,))
         return checkpoint
 

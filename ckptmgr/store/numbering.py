@@ -36,7 +36,7 @@ def next_sequence(
     """
     others = [*present, *([] if resumed_from is None else [resumed_from])]
     proven = [] if saved is None else [saved.sequence]
-    proven += [c.sequence for c in others if _is_proven(c, trust)]
+    proven += [c.sequence for c in others if trust.proves(c)]
     if resumed_from is not None and resumed_from.sequence <= LARGEST_FOLLOWED:
         proven.append(resumed_from.sequence)
     return 1 + _largest(others, lambda c: c.sequence, floor=max(proven, default=0))
@@ -48,12 +48,8 @@ def next_attempt(history: Sequence[Checkpoint], step: int, *, trust: Trust) -> i
         c for c in history if c.run_id is not None or c.state is State.CORRUPT or c.is_unreadable
     ]
     same = [c for c in ours if c.step == step]
-    floor = max((c.attempt for c in same if _is_proven(c, trust)), default=-1)
+    floor = max((c.attempt for c in same if trust.proves(c)), default=-1)
     return 1 + _largest(same, lambda c: c.attempt, floor=floor)
-
-
-def _is_proven(checkpoint: Checkpoint, trust: Trust) -> bool:
-    return trust.can_prove and checkpoint.is_attested and checkpoint.run_id is not None
 
 
 def _largest(

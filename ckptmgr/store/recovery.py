@@ -22,9 +22,11 @@ from pathlib import Path
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.io.filesystem import FileStatus, FileSystem, unlink_if_present
 from ckptmgr.io.leases import Processes, hold_lease, holders_in, lease_path, read_text, series_tag
+from ckptmgr.io.owners import is_of_stranger
 from ckptmgr.io.temp_names import is_temp_of, parse_temp
 from ckptmgr.store.listing import listed
 from ckptmgr.store.lone_manifests import LoneManifest
@@ -86,15 +88,17 @@ class _Recovery:
         self._dead_temps: list[str] = []
 
     def run(self) -> list[str]:
-        if self._fs.status(self._directory) is None:
+        at = self._fs.status(self._directory)
+        if at is None:
             return []
         entries = self._fs.list(self._directory)
         self._remove_leases(entries)
-        self._dead_temps = [name for name in entries if self._is_dead_temp(name)]
+        ours = sorted(name for name, one in entries.items() if not is_of_stranger(one, at))
+        self._dead_temps = [name for name in ours if self._is_dead_temp(name)]
         # Temporary files are removed last, when the removal of their manifests is durable: they
         # show that the manifests are leftovers.
-        visible = sorted(name for name in entries if not name.startswith("."))
-        hidden = sorted(name for name in entries if name.startswith("."))
+        visible = [name for name in ours if not name.startswith(".")]
+        hidden = [name for name in ours if name.startswith(".")]
         steps = [
             [repair for name in names for repair in self._repairs(name, entries)]
             for names in (visible, hidden)
@@ -113,7 +117,7 @@ class _Recovery:
 
     def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
         """Yield the repairs that one name needs."""
-        if manifest_name(name) not in entries:
+        if is_checkpoint_name(name) and manifest_name(name) not in entries:
             for temp in self._dead_temps:
                 new = self._files.in_temp(temp, name, trust=self._files.trust.strict)
                 if new is not None:
@@ -172,8 +176,8 @@ class _Recovery:
         without a manifest.
         """
         for one in entries:
-            is_described = manifest_name(one) in entries
-            if not is_described and self._files.in_temp(name, one, trust=Trust()):
+            is_bare = is_checkpoint_name(one) and manifest_name(one) not in entries
+            if is_bare and self._files.in_temp(name, one, trust=Trust()):
                 return None
             data_name = one.removesuffix(manifests.SUFFIX)
             if one != data_name and data_name not in entries and is_temp_of(name, data_name):

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
+from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import (
     FileStatus,
@@ -398,8 +399,15 @@ class Store:
     def check_not_all(
         self, checkpoints: Iterable[Checkpoint], present: Iterable[Checkpoint]
     ) -> None:
-        """Raise UnsafePrune when no countable checkpoint would remain."""
-        going = {checkpoint.name for checkpoint in checkpoints}
+        """Raise UnsafePrune when no countable checkpoint would remain, or for another kind of name."""
+        going = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        for name, one in going.items():
+            if one.run_id is not None and not is_checkpoint_name(name):
+                raise UnsafePrune(
+                    "its manifest could be anybody's: no run saves under such a name",
+                    path=one.path,
+                    hint="where it is not needed, remove the file and its manifest by hand",
+                )
         if going and not any(c.is_countable and c.name not in going for c in present):
             raise UnsafePrune(
                 "refused: this would remove the last good checkpoint", path=self.directory

@@ -27,8 +27,10 @@ from pathlib import Path
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.shard_names import is_checkpoint_name, parse_shard_name
 from ckptmgr.io.filesystem import FileSystem, unlink_if_present
 from ckptmgr.io.signals import defer_signals
+from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.manifest.codec import SUFFIX, files_of, manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import STAMP, TRASH_NAME, batch_folders, held_batch, held_trash
@@ -294,13 +296,21 @@ def discard_batch(store: Store, batch: Batch) -> None:
 
 
 def _remove_files(fs: FileSystem, folder: Path) -> None:
-    names = sorted(name for name, status in fs.list(folder).items() if status.is_file)
+    names = sorted(name for name, one in fs.list(folder).items() if one.is_file and _is_ours(name))
     for is_manifest in (False, True):
         chosen = [name for name in names if name.endswith(SUFFIX) is is_manifest]
         for name in chosen:
             unlink_if_present(fs, folder / name)
         if chosen:
             fs.sync_directory(folder)
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether a run writes files of this name; others in the trash stay, with their folder."""
+    is_of_rank = parse_shard_name(name) is not None
+    return (
+        is_of_rank or is_checkpoint_name(name.removesuffix(SUFFIX)) or parse_temp(name) is not None
+    )
 
 
 def tidy(store: Store, folder: Path) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
@@ -32,6 +32,7 @@ from ckptmgr.series.candidates import (
     ValueCandidates,
     doubt_of,
     newest_first,
+    of_strangers,
     why_nothing,
     without_manifest,
 )
@@ -242,7 +243,12 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
     prefix, present = candidates.prefix, candidates.present
     tried = [one.checkpoint.path for one in skipped]
     tried += [] if checkpoint is None else [checkpoint.path]
-    skipped = [*skipped, *without_manifest(present, prefix, checkpoint, tried=tried)]
+    own = [one for one in present if candidates.is_own(one)]
+    skipped = [
+        *skipped,
+        *of_strangers(own, checkpoint),
+        *without_manifest(present, prefix, checkpoint, tried=tried),
+    ]
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
@@ -250,7 +256,7 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
         for hint in why_nothing(present, candidates.is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.listing.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
-    others = about_others(checkpoint, lines_of(c for c in present if candidates.is_own(c)))
+    others = about_others(checkpoint, lines_of(own))
     if others is not None:
         _LOG.warning("%s: resuming one of several runs: %s", writer.listing.directory, others)
     doubts = (_doubt(checkpoint, present), doubt_of(skipped), others)
@@ -288,6 +294,9 @@ def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
 
 
 def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
+    if checkpoint.state is State.OTHER_OWNER:
+        _LOG.warning("%s %s", checkpoint.path, checkpoint.problem)
+        return f"{checkpoint.name} {checkpoint.problem}, but none of a trusted owner is here"
     replaced = Lineage(present).why_replaced(checkpoint)
     if replaced is not None:
         _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, replaced)

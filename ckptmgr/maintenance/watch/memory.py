@@ -18,6 +18,7 @@ from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.formats.strict_json import parse_object
+from ckptmgr.io.files import CachedFile
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem, rename_temp
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
@@ -52,8 +53,8 @@ class Memory:
             OSError: From the disk.
         """
         try:
-            with contextlib.closing(self._fs.open(self._path)) as file:
-                self._check_owner()
+            with contextlib.closing(CachedFile(self._path)) as file:
+                self._check_owner(file.status())
                 data = read_bytes(file, 0, min(file.size, _MAX_BYTES + 1))
         except FileNotFoundError:
             return {}
@@ -70,8 +71,7 @@ class Memory:
             return {}
         return passed  # type: ignore[return-value]  # as checked
 
-    def _check_owner(self) -> None:
-        status = self._path.stat()
+    def _check_owner(self, status: os.stat_result) -> None:
         if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise CkptmgrError(
                 "another user could have written which checkpoints are not verified again",
