@@ -9,8 +9,10 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.event_log import JsonLinesObserver
 from ckptmgr.observe.events import Event
 from ckptmgr.observe.json_lines import read_events
@@ -106,3 +108,87 @@ def test_page_names_the_keys_of_a_line() -> None:
     named = text[text.index("The keys of a line") : text.index("(sentences)")]
     keys = [key for key in re.findall(r"`([a-z_]+)`", named)]
     assert list(dict.fromkeys(keys)) == list(EVENT.to_json())
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "second name", "pipe", "directory"])
+def test_entry_that_is_no_file_of_its_own_is_refused_and_not_written(
+    tmp_path: Path, kind: str
+) -> None:
+    private = tmp_path / "private"
+    private.write_text("export A=1\n", encoding="utf-8")
+    path = tmp_path / "runs/events.jsonl"
+    path.parent.mkdir()
+    if kind == "second name":
+        path.hardlink_to(private)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(private if kind == "link" else tmp_path / "absent")
+    with pytest.raises(OSError, match=re.escape(str(path))):
+        JsonLinesObserver(path)(EVENT)
+    assert private.read_text(encoding="utf-8") == "export A=1\n"
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_file_of_a_stranger_is_not_written(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text("", encoding="utf-8")
+    os.chown(path, 12399, -1)
+    with pytest.raises(PermissionError, match="belongs to user 12399"):
+        JsonLinesObserver(path)(EVENT)
+    assert path.read_text(encoding="utf-8") == ""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_file_that_root_makes_belongs_to_the_owner_of_the_directory(tmp_path: Path) -> None:
+    os.chown(tmp_path, 12345, 23456)
+    JsonLinesObserver(tmp_path / "events.jsonl")(EVENT)
+    status = (tmp_path / "events.jsonl").stat()
+    assert (status.st_uid, status.st_gid) == (12345, 23456)
+
+
+@pytest.mark.parametrize(
+    ("umask", "directory", "expected"),
+    [
+        (0o000, None, (0o700, 0o600)),
+        (0o022, None, (0o700, 0o600)),
+        (0o000, 0o770, (0o770, 0o660)),
+        (0o000, 0o777, (0o777, 0o664)),
+        (0o077, 0o755, (0o755, 0o600)),
+    ],
+)
+def test_events_are_for_those_who_may_use_the_directory(
+    tmp_path: Path, umask: int, directory: int | None, expected: tuple[int, int]
+) -> None:
+    path = tmp_path / "runs/events.jsonl"
+    if directory is not None:
+        path.parent.mkdir()
+        path.parent.chmod(directory)
+    before = os.umask(umask)
+    try:
+        JsonLinesObserver(path)(EVENT)
+    finally:
+        os.umask(before)
+    modes = (path.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777)
+    assert modes == expected
+
+
+@pytest.mark.parametrize("file_mode", [0o400, 0o440, 0o660])
+def test_directory_of_a_run_with_events_has_the_mode_of_the_run(
+    tmp_path: Path, file_mode: int
+) -> None:
+    state = {"w": np.zeros(3)}
+    modes = []
+    for name, observers in (("with", True), ("without", False)):
+        runs = tmp_path / name
+        observe = JsonLinesObserver(runs / "events.jsonl") if observers else None
+        config = CheckpointConfig(file_mode=file_mode)
+        with CheckpointManager(runs, config, prefix="net", observe=observe) as manager:
+            manager.save(1, state)
+        modes.append(oct(runs.stat().st_mode))
+    assert modes[0] == modes[1]
+    lines = (tmp_path / "with/events.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [event.name for event in read_events(lines).events] == ["save.started", "save.durable"]
