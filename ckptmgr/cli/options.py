@@ -18,8 +18,9 @@ import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
 from ckptmgr.cli.layout import wrapped_help
+from ckptmgr.core import names as of_names
 from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
-from ckptmgr.core.urls import is_url
+from ckptmgr.core.urls import is_url, refuse_unexpanded
 
 if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
@@ -72,6 +73,20 @@ def check_place(text: object) -> None:
             hint="a key comes by --key env:NAME or file:PATH, and one that was on a command line is no secret any more; "
             "write ./NAME for a file of such a name",
         )
+    try:
+        refuse_unexpanded(text)
+    except ValueError as error:
+        raise UsageProblem(
+            str(error), hint="write the whole path, or let the shell expand it"
+        ) from None
+
+
+def check_is_run(place: Path) -> None:
+    """Raise UsageProblem for the path or address of a checkpoint, where that of a run is wanted."""
+    try:
+        of_names.check_is_run(place)
+    except ValueError as error:
+        raise UsageProblem(str(error), hint="name the directory or address of the run") from None
 
 
 class _Path(click.Path):

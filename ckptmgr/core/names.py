@@ -28,10 +28,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from ckptmgr.core.urls import refuse_url
+from ckptmgr.core.urls import refuse_url, without_secrets
 
 FORMATS = ("ckpt", "safetensors")
 OPAQUE = "opaque"
@@ -268,10 +268,20 @@ def _check_start(prefix: str) -> None:
         ) from None
 
 
+def check_is_run(place: PurePath) -> None:
+    """Raise ValueError for the path or address of a checkpoint, where that of a run is wanted."""
+    if place.name.removesuffix(".manifest.json").endswith(DATA_SUFFIXES):
+        raise ValueError(
+            f"{without_secrets(str(place))!r} is the name of a checkpoint, and a run is wanted: the directory or address "
+            f"that has it, such as {without_secrets(str(place.parent))!r}; load_state and load_checkpoint take one file"
+        )
+
+
 def check_directory(directory: object) -> Path:
     """Return the resolved path of a usable directory for checkpoints; it need not exist yet.
 
-    Unlike MindSpore it takes path objects too.
+    Unlike MindSpore it takes path objects too, and refuses the name of a checkpoint unless there is
+    a directory of that name.
 
     Raises:
         NotADirectoryError: It exists and is not a directory.
@@ -292,4 +302,6 @@ def check_directory(directory: object) -> Path:
         )
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(f"The path({path}) is a file path, it should be a directory path.")
+    if not path.exists():
+        check_is_run(path)
     return path

@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Addresses of object stores, and the refusal of one where only a path works."""
+"""Addresses of object stores, and the refusal of one where only a path works.
+
+A text that was meant as an address, or that a shell should have expanded, must never become the
+name of a local folder: what a run saves there is lost with its machine. So everything that
+resembles an address counts as one, and `objects.requests.checked_url` refuses what is none.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +15,46 @@ from typing import NoReturn
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 """Schemes that a mirror, `copy` and the commands for object stores take."""
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_KNOWN_ELSEWHERE = (
+    *("abfs", "abfss", "adl", "azure", "b2", "cos", "dbfs", "ftp", "gcs", "gdrive", "hdfs", "hf"),
+    *("http", "https", "minio", "obs", "oss", "r2", "s3a", "s3n", "sftp", "swift", "viewfs"),
+    *("wandb", "wasb", "wasbs", "webhdfs"),
+)
+# What settings files leave before an address: spaces, quotes, brackets, marks of a byte order.
+_BEFORE = "[\\s\"'`<(\\[\ufeff\u200b-\u200f\u2060]*"
+_KNOWN = rf"(?:{'|'.join((*SCHEMES, *_KNOWN_ELSEWHERE))}):"
+_SCHEME = re.compile(rf"{_BEFORE}{_KNOWN}|(?!/).*/{_KNOWN}/", re.IGNORECASE | re.DOTALL)
 _SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+")
-_COLLAPSED = re.compile(r"(s3|gs|az):/(?!/)")  # a Path joins the two slashes
+_VARIABLE = re.compile(r"\$\{\w+\}|(?:^|/)\$\w+")
 
 
 def is_url(path: object) -> bool:
-    """Return whether a text or path is the address of an object store or of another service.
+    """Return whether a text or path is, or was meant as, the address of an object store or service.
 
-    >>> is_url("s3://bucket/run"), is_url("runs/a")
-    (True, False)
+    >>> [is_url(text) for text in ("s3://bucket/run", " 's3://bucket/run'", "dbfs:/run", "runs/a")]
+    [True, True, True, False]
     """
     if isinstance(path, os.PathLike):
         path = os.fspath(path)
-    return isinstance(path, str) and bool(_URL.match(path) or _COLLAPSED.match(path))
+    # A Path has one slash where an address has two.
+    return isinstance(path, str) and ("://" in path or _SCHEME.match(path) is not None)
+
+
+def refuse_unexpanded(path: object) -> None:
+    """Raise ValueError for a path that a shell should have expanded: `~/run`, `${HOME}/run`.
+
+    >>> refuse_unexpanded("runs/~a$b")
+    """
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(text, str) or is_url(text):
+        return
+    has_home = os.path.expanduser(text) != text  # noqa: PTH111 - a Path raises for another user
+    if (has_home or _VARIABLE.search(text)) and not os.path.lexists(text):
+        function = "expanduser" if has_home else "expandvars"
+        raise ValueError(
+            f"the path {text!r} is not expanded, and would make a folder of that name; write os.path.{function}(...); "
+            "where such a folder is meant, make it first"
+        )
 
 
 def url_without_path(path: object) -> ValueError:
@@ -37,9 +68,10 @@ def url_without_path(path: object) -> ValueError:
 
 
 def refuse_url(path: object) -> None:
-    """Raise ValueError for an address in the place of a local path; see `url_without_path`."""
+    """Raise ValueError for an address in the place of a local path, or one that is not expanded."""
     if is_url(path):
         _refuse(path)
+    refuse_unexpanded(path)
 
 
 def _refuse(path: object) -> NoReturn:
@@ -53,10 +85,10 @@ def without_secrets(url: str) -> str:
     's3://...@bucket/run'
     """
     shown = re.split(r"[?#]", url, maxsplit=1)[0]
-    found = _SLASHES.match(shown)
+    found = _SLASHES.search(shown)
     if found is None:
         return shown
-    start, rest = found[0], shown[found.end() :]
+    start, rest = shown[: found.end()], shown[found.end() :]
     host = rest.partition("/")[0]
     # A password may hold any character, also a slash: then it ends after the host as it is parsed.
     if "@" in rest and (":" in host or "@" in host):

@@ -20,7 +20,7 @@ from ckptmgr.core.names import (
 )
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.trust import Trust
-from ckptmgr.core.urls import is_url
+from ckptmgr.core.urls import is_url, refuse_unexpanded
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.objects.places import Place, place_of
@@ -35,9 +35,10 @@ def place_of_file(name: str | os.PathLike[str]) -> Path:
     """Return the path of a file to write, links resolved, or its address.
 
     Raises:
-        ValueError: It is the address of no object.
+        ValueError: It is the address of no object, or a path that a shell should have expanded.
     """
     if not is_url(name):
+        refuse_unexpanded(name)
         return Path(os.path.realpath(name))
     from ckptmgr.objects.paths import checked_address_of_file
 

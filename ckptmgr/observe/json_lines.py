@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.io.appending import opened_to_append
 from ckptmgr.observe.events import FIRST_OF_A_SAVE, Event
 
@@ -32,6 +33,8 @@ class JsonLinesObserver:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Check the path; raise ValueError for an address, or one that a shell should have expanded."""
+        refuse_url(path)
         self._path = Path(path)
         self._ends_whole = False  # whether the last line is known to have an end
         self._waiting = b""

@@ -23,8 +23,10 @@ from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.core.names import check_is_run
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
@@ -66,6 +68,7 @@ class Mirror:
             TypeError, ValueError: One of them is unusable.
         """
         object.__setattr__(self, "url", checked_url(self.url))
+        check_is_run(UrlPath(self.url))
         if isinstance(self.keep, str):
             object.__setattr__(self, "keep", parse_policy(self.keep))
         checked_interval("queue", self.queue)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import check_is_run
 from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import counted_together, plan_with
@@ -26,6 +27,7 @@ from ckptmgr.maintenance.watch.directory import problem_of
 from ckptmgr.maintenance.watch.mirroring import Upload
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
@@ -42,6 +44,7 @@ def addresses_of(url: str, directories: Sequence[Path]) -> dict[Path, str]:
         TypeError, ValueError: It is no address, or two directories have the same name.
     """
     url = checked_url(url)
+    check_is_run(UrlPath(url))
     if len(directories) == 1:
         return {directories[0]: url}
     found: dict[Path, str] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.surfaces import check_for_address
-from ckptmgr.core.names import check_directory
+from ckptmgr.core.names import check_directory, check_is_run
 from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
 
@@ -27,7 +27,9 @@ def checked_place(directory: str | os.PathLike[str]) -> Path:
     if is_url(directory):
         from ckptmgr.objects.paths import checked_address
 
-        return checked_address(directory)
+        address = checked_address(directory)
+        check_is_run(address)
+        return address
     return check_directory(directory)
 
 

@@ -73,6 +73,8 @@ def copy_command(
             if is_download
             else "give a URL, such as s3://bucket/run; cp copies between directories",
         )
+    if not target.is_dir():
+        options.check_is_run(target)
     output = render.make_output(ctx, options.absolute(target))
     upload, download = (
         partial(_upload, target=target),
