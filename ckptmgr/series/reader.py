@@ -205,6 +205,14 @@ class SeriesReader:
         with open_listed(self.store, checkpoint, options=self._options) as (opened, _):
             return NamedValues(read_values(opened), ())
 
+    def is_divided_alike(self, manifest: Manifest | None) -> bool:
+        """Return whether as many processes saved a checkpoint as read it.
+
+        If not, their data was divided otherwise. A file without a manifest is of one process.
+        """
+        saved = 1 if manifest is None else manifest.world_size
+        return saved == (1 if self._options.rank is None else self._options.world)
+
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest if the read needs several files or parts of one, or None."""
         if not checkpoint.shards:

@@ -38,6 +38,7 @@ from ckptmgr.series.candidates import (
 )
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
@@ -382,19 +383,23 @@ def _resume_state(
         return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.all_prepared():
-        restore_data = data.plan_restore(loaded.data, is_own=loaded.has_own_data)
+        is_own = reader.is_divided_alike(loaded.manifest)
+        restore_data = data.plan_restore(loaded.data, is_own=is_own)
         restore = loaded.plan_restore(state)
+    random = None if is_own or writer.is_first or checkpoint.shards else GlobalRandom().state_dict()
     restored = restore()
     restore_data()
-    if loaded.data is not None and not loaded.has_own_data:
+    if random is not None:  # of a file of one process, only rank 0 takes the random numbers
+        GlobalRandom().load_state_dict(random)
+    if loaded.data is not None and not is_own:
         _LOG.warning(
             "%s was saved by another number of ranks, which divided the data otherwise: the loaders begin their pass anew",
             checkpoint.path,
         )
     writer.continue_from(checkpoint, loaded.manifest)
-    is_own = checkpoint.run_id == writer.run_id
-    past.start_at(checkpoint.step, is_own=is_own)
-    past.resumed(checkpoint, is_own=is_own, load_s=time.perf_counter() - started)
+    is_of_run = checkpoint.run_id == writer.run_id
+    past.start_at(checkpoint.step, is_own=is_of_run)
+    past.resumed(checkpoint, is_own=is_of_run, load_s=time.perf_counter() - started)
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
         _LOG.warning(

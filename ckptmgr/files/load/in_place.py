@@ -48,7 +48,6 @@ class InPlaceState:
     ) -> None:
         self.manifest = manifest
         self.data = opened.metadata.get(DATA)
-        self.has_own_data = True
         self._opened = opened
         self._plan = plan
         self._arrays = {**arrays, **plan.direct}

@@ -129,7 +129,6 @@ class _Reading:
             manifest=self._files.manifest,
             kept=kept,
             data=self._files.metadata(self._home).get(DATA),
-            has_own_data=self._is_same_world,
         )
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:

@@ -116,8 +116,7 @@ class StoredState:
     """The verified content of a checkpoint; `skeleton` is None in a file of plain named tensors.
 
     `kept` lists paths in the state that no rank saved for this process, and that stay as they are.
-    `data` says where the data loaders of the run stood, if it was saved with them; unless another
-    number of ranks saved it, `has_own_data`, they were those of this rank.
+    `data` says where the data loaders of the run stood, if it was saved with them.
     """
 
     path: Path
@@ -126,7 +125,6 @@ class StoredState:
     manifest: Manifest | None
     kept: tuple[str, ...] = ()
     data: str | None = None
-    has_own_data: bool = True
 
     @classmethod
     def read(
