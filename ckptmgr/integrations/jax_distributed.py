@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax._src import distributed  # no public module has the table; Orbax takes it from here, too
 
-from ckptmgr.parallel.coordinator import KeyValueCoordinator
+from ckptmgr.parallel.coordinator import KeyValueCoordinator, waited_in_pieces
 
 _SHORTEST_WAIT_MS = 1
 _made = itertools.count()
@@ -47,10 +47,16 @@ class _Table:
             self._client.key_value_set_bytes(self._path(key), value)
 
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
-        timeout_ms = max(_SHORTEST_WAIT_MS, round(timeout_s * 1000))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            return bytes(self._client.blocking_key_value_get_bytes(self._path(key), timeout_ms))
-        return None
+        found: list[bytes] = []
+
+        def wait(wait_s: float) -> bool:
+            wait_ms = max(_SHORTEST_WAIT_MS, round(wait_s * 1000))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                value = self._client.blocking_key_value_get_bytes(self._path(key), wait_ms)
+                found.append(bytes(value))
+            return bool(found)
+
+        return found[0] if waited_in_pieces(wait, timeout_s=timeout_s) else None
 
     def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
         stop = time.monotonic() + timeout_s

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
-from ckptmgr.parallel.coordinator import KeyValueCoordinator
+from ckptmgr.parallel.coordinator import KeyValueCoordinator, waited_in_pieces
 from ckptmgr.parallel.shared_directory import agreed_session
 
 # A wait of 0 would never end.
@@ -137,7 +137,8 @@ class _Table:
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
         try:
             if timeout_s >= _SHORTEST_WAIT_S:
-                self._store.wait([key], timedelta(seconds=timeout_s))
+                if not self._waited([key], timeout_s):
+                    return None
             elif not self._store.check([key]):
                 return None
             return bytes(self._store.get(key))
@@ -145,12 +146,23 @@ class _Table:
             return None
 
     def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
-        wait_s = max(_SHORTEST_WAIT_S, timeout_s)
         with contextlib.suppress(DistError):
-            self._store.wait([*keys], timedelta(seconds=wait_s))
-            return dict(zip(keys, map(bytes, self._store.multi_get([*keys])), strict=True))
+            if self._waited(keys, timeout_s):
+                return dict(zip(keys, map(bytes, self._store.multi_get([*keys])), strict=True))
         values = ((key, self.get(key, timeout_s=0.0)) for key in keys)
         return {key: value for key, value in values if value is not None}
+
+    def _waited(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Return whether all keys are set in time; no wait returns to Python before its end."""
+
+        def wait(wait_s: float) -> bool:
+            try:
+                self._store.wait([*keys], timedelta(seconds=max(_SHORTEST_WAIT_S, wait_s)))
+            except DistError:
+                return False
+            return True
+
+        return waited_in_pieces(wait, timeout_s=timeout_s)
 
     def drop(self, key: str) -> None:
         with contextlib.suppress(DistError):

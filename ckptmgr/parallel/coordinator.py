@@ -19,6 +19,8 @@ from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.strict_json import Json
 
 DEFAULT_TIMEOUT_S = 600.0
+_FIRST_PIECE_S, _LONGEST_PIECE_S = 1.0, 5.0
+_LEAST_SHARE = 0.5
 _SHOWN_RANKS = 8
 
 
@@ -136,6 +138,30 @@ def poll(
         pause(min(pause_s, left_s))
         pause_s = min(2 * pause_s, longest_s)
     return value
+
+
+def waited_in_pieces(
+    wait: Callable[[float], bool],
+    *,
+    timeout_s: float,
+    monotonic: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Call `wait` with a few seconds each until it returns True; False after the timeout.
+
+    For calls that do not return to Python meanwhile: only between them a signal takes effect. One
+    that returns False too early cannot wait, because the table is out of reach.
+    """
+    stop = monotonic() + timeout_s
+    piece_s = _FIRST_PIECE_S
+    while True:
+        began = monotonic()
+        wait_s = max(0.0, min(piece_s, stop - began))
+        if wait(wait_s):
+            return True
+        now = monotonic()
+        if now >= stop or now - began < wait_s * _LEAST_SHARE:
+            return False
+        piece_s = min(2 * piece_s, _LONGEST_PIECE_S)
 
 
 class KeyValueCoordinator:
