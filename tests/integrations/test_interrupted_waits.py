@@ -20,8 +20,8 @@ def ended(number, frame):
 
 signal.signal(signal.SIGTERM, ended)
 {make}
-print("waiting", flush=True)
 try:
+    print("waiting", flush=True)
     ranks.all_gather("save", None, timeout_s=100_000)
 except KeyboardInterrupt:
     os._exit(6)  # not through the end of a table, which is in this process here
@@ -49,8 +49,14 @@ ranks = KeyValueCoordinator(_Table(client, "ckptmgr/0"), rank=0, world=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 6), (signal.SIGTERM, 7)])
-@pytest.mark.parametrize("library", ["torch", "jax"])
+@pytest.mark.parametrize(
+    ("library", "number", "code"),
+    [
+        ("torch", signal.SIGINT, 6),
+        ("torch", signal.SIGTERM, 7),
+        ("jax", signal.SIGINT, 6),  # SIGTERM is for JAX itself, which ends the process
+    ],
+)
 def test_signal_ends_the_wait_of_a_rank(library: str, number: signal.Signals, code: int) -> None:
     pytest.importorskip(library)
     program = _WAITING.format(make=_TORCH if library == "torch" else _JAX)
