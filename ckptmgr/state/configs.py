@@ -68,6 +68,28 @@ def _differences(held: object, stored: object, path: Path) -> Iterator[tuple[Pat
             yield path, f"is an interpolation in the checkpoint, {stored!r}, and not here"
 
 
+def interpolations_of(stored: object, held: object = None) -> list[str]:
+    """Return the interpolations in stored values, with their paths, that `held` has not, too."""
+    if is_config(held):
+        held = config_content(held)
+    return [f"{path} is {text!r}" for path, text in _interpolations(stored, held, Path())]
+
+
+def _interpolations(stored: object, held: object, path: Path) -> Iterator[tuple[Path, str]]:
+    match stored:
+        case dict():
+            mine = held if isinstance(held, dict) else {}
+            for key, value in stored.items():
+                yield from _interpolations(value, mine.get(key), path.key(key))
+        case list() | tuple():
+            own = held if isinstance(held, list | tuple) else ()
+            for index, value in enumerate(stored):
+                one = own[index] if index < len(own) else None
+                yield from _interpolations(value, one, path.index(index))
+        case str() if _INTERPOLATION in stored and stored != held:
+            yield path, stored
+
+
 def fill_config(target: Any, stored: Any) -> Any:
     """Give a configuration the stored values, also where it is read-only; return it."""
     from omegaconf import flag_override

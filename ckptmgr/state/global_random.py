@@ -26,6 +26,14 @@ from ckptmgr.state.records import JAX_KEY, is_jax_key
 _LOG = logging.getLogger(__name__)
 
 
+def global_draws() -> tuple[object, ...]:
+    """Return a value that changes when anything draws from a global generator of the host."""
+    numpy_state: Any = np.random.get_state()
+    torch: Any = sys.modules.get("torch")
+    drawn = () if torch is None else (torch.get_rng_state().numpy().tobytes(),)
+    return (random.getstate(), numpy_state[1].tobytes(), numpy_state[2], *drawn)
+
+
 class GlobalRandom:
     """The global random number generators of this process; sits anywhere in a state.
 

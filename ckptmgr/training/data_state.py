@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.global_random import GlobalRandom, global_draws
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.training.loaders import LoaderParts, mark_of
@@ -341,8 +341,9 @@ class DataState:
             parts.loader.load_state_dict(stored["loader"])
         iterator = iter(parts.loader)
         if not has_state:
-            fetched = self._as_drawn(iterator, stored.get("before") or (), count)
-            _skip(fetched, count, mark=stored.get("mark"), name=name)
+            before = stored.get("before") or ()
+            fetched = self._as_drawn(iterator, before, count)
+            _skip(fetched, count, mark=stored.get("mark"), name=name, is_as_drawn=bool(before))
         self._put_back(parts, at_save, name)
         return _Pass(parts, count=count, start=start), iterator
 
@@ -364,17 +365,26 @@ class DataState:
         self._random.load_state_dict(at_save.random)
 
 
-def _skip(iterator: Iterator[Any], count: int, *, mark: int | None, name: str) -> None:
-    """Fetch the batches that were used; warn if the last one is another than it was."""
-    skipped, batch = 0, None
+def _skip(
+    iterator: Iterator[Any], count: int, *, mark: int | None, name: str, is_as_drawn: bool
+) -> None:
+    """Fetch the batches that were used; warn if the last one is another than it was.
+
+    One whose fetch draws from a global generator is, unless `is_as_drawn`: the steps that drew
+    between the batches of the first run are not repeated.
+    """
+    skipped, batch, is_drawn, before = 0, None, False, global_draws()
     for batch in itertools.islice(iterator, count):  # noqa: B007 - the last one is looked at
         skipped += 1
+        after = global_draws()
+        is_drawn, before = before != after, after
     if skipped < count:
         raise StateMismatch(
             f"loader {name!r} gives {skipped} batches, but the run was saved after batch {count} of it",
             hint="resume with the same data and the same batch size",
         )
-    if mark is not None and mark_of(batch) != mark:
+    is_comparable = is_as_drawn or not is_drawn
+    if mark is not None and is_comparable and mark_of(batch) != mark:
         _LOG.warning(
             "batch %d of loader %r is another than in the saved run, so the run does not go on bit for bit: the data or the "
             "batch size is another, its order is drawn outside the pass, or from a generator that "

@@ -838,3 +838,33 @@ def test_pass_that_was_ended_is_not_continued(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.resume({})
         assert list(manager.batches(range(4))) == [0, 1, 2, 3]
+
+
+class Noisy:
+    """Adds noise from the global generator to each batch as it is fetched."""
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for index in range(PER_EPOCH):
+            yield np.array([index, random.random()])
+
+
+def test_noise_from_a_global_generator_is_no_other_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(directory: Path, stops: Iterable[int]) -> list[tuple[float, ...]]:
+        random.seed(5)
+        seen: list[tuple[float, ...]] = []
+        for stop in stops:
+            with CheckpointManager(directory, CheckpointConfig(save_checkpoint_steps=1)) as manager:
+                step = manager.resume({"n": 1}).step
+                for batch in manager.batches(Noisy()):
+                    seen.append((*batch, random.random()))  # a step with dropout draws, too
+                    step += 1
+                    manager.step_end(step, {"n": 1})
+                    if step == stop:
+                        break
+            random.seed(6)
+        return seen
+
+    assert run(tmp_path / "cut", [3, PER_EPOCH]) == run(tmp_path / "uncut", [PER_EPOCH])
+    assert "is another than in the saved run" not in caplog.text

@@ -319,7 +319,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         if done > self._saved["batch"]:
             raise _other_batches(f"after batch {self._saved['batch']}", f"they end with {done}")
         mark = self._batches.mark
-        if mark != self._saved["mark"]:
+        if mark != self._saved["mark"] and not self._batches.is_drawn:
             warnings.warn(
                 f"batch {done} of the epoch is another than in the saved run, so the run does not go on bit for bit: the data"
                 " are others, or their order is drawn from generators of their own, or when an epoch ends",

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.state.paths import mismatch
+from ckptmgr.state.paths import StateMismatch, mismatch
 
 _PLAIN = (bool, int, float, str, np.ndarray, np.generic, type(None))
+_NUMBERS = (int, float, np.number, np.bool_)
 _OF_KERAS = {"model", "params"}
 
 
@@ -33,16 +34,44 @@ def counts_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Give callbacks their counts; raise StateMismatch for another number of callbacks."""
+    """Give callbacks their counts; what is no count of a callback here is not set.
+
+    Raises:
+        StateMismatch: They are of another number of callbacks, or of another kind.
+    """
     if len(callbacks) != len(stored):
-        raise mismatch(
-            "this fit",
-            [f"counting= has {len(callbacks)} callbacks, and {len(stored)} were saved"],
-            hint="pass the same callbacks to CheckpointCallback(..., counting=[...])",
-        )
+        raise _mismatch([f"counting= has {len(callbacks)} callbacks, and {len(stored)} were saved"])
+    held = counts_of(callbacks)
+    problems = [
+        f"counting= {type(one).__name__}.{name} is {_shown(counts, name)}, stored is a {type(value).__name__}"
+        for one, counts, saved in zip(callbacks, held, stored, strict=True)
+        for name, value in saved.items()
+        if name not in counts or not _fits(counts[name], value)
+    ]
+    if problems:
+        raise _mismatch(problems)
     for one, counts in zip(callbacks, stored, strict=True):
         for name, value in counts.items():
             setattr(one, name, value)
+
+
+def _mismatch(problems: list[str]) -> StateMismatch:
+    hint = "pass the same callbacks to CheckpointCallback(..., counting=[...])"
+    return mismatch("this fit", problems, hint=hint)
+
+
+def _shown(counts: Mapping[str, Any], name: str) -> str:
+    return f"a {type(counts[name]).__name__}" if name in counts else "no count of it"
+
+
+def _fits(held: object, stored: object) -> bool:
+    """Return whether a stored value may replace one; many counts are None at first, or infinite."""
+    if not _is_plain(stored):
+        return False
+    if held is None or stored is None:
+        return not isinstance(held or stored, str)
+    both_numbers = isinstance(held, _NUMBERS) and isinstance(stored, _NUMBERS)
+    return both_numbers or type(held) is type(stored)
 
 
 def _settings(callback: object) -> set[str]:

@@ -9,15 +9,13 @@ batches, with JAX the state and an iterator.
 
 from __future__ import annotations
 
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 
+from ckptmgr.state.global_random import global_draws
 from ckptmgr.training.loaders import mark_of
 
 
@@ -26,6 +24,8 @@ class TrainFunction:
 
     def __init__(self, model: Any) -> None:
         self.mark: int | None = None
+        self.is_drawn = False  # whether the last batch that was passed over drew numbers
+        self._after: tuple[object, ...] | None = None
         self._model = model
         self._function: Callable[..., Any] = model.train_function
         self._metrics: Mapping[str, Any] | None = None
@@ -54,7 +54,7 @@ class TrainFunction:
         """Look at the next batch whether the data begin again."""
         self._epochs += 1
         self._is_first = True
-        self._before = _draws()
+        self._before = global_draws()
 
     def remove(self) -> None:
         """Give the model its own function back."""
@@ -66,14 +66,21 @@ class TrainFunction:
             self._check_is_new_pass(given[-1])
         if not self._takes_iterator:
             self.mark = mark_of(given[0])
-            return self._function(*given) if self._metrics is None else self._metrics
+            if self._metrics is None:
+                return self._function(*given)
+            drawn = global_draws()
+            self.is_drawn = self._after is not None and self._after != drawn
+            self._after = drawn
+            return self._metrics
         *state, iterator = given
         watched = self._watched(iterator)
         if self._metrics is None:
             return self._function(*state, watched)
+        drawn = global_draws()
         next(watched)
         for _ in range(self._model.steps_per_execution - 1):
             next(watched, None)
+        self.is_drawn = drawn != global_draws()
         return self._metrics, *state
 
     def _watched(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -84,7 +91,7 @@ class TrainFunction:
     def _check_is_new_pass(self, data: object) -> None:
         """Warn once of data that go on over epochs: a resumed run begins with their first batch."""
         self._is_first = False
-        is_same = data is self._iterator if self._takes_iterator else self._before == _draws()
+        is_same = data is self._iterator if self._takes_iterator else self._before == global_draws()
         self._iterator = data if self._takes_iterator else None
         if self._epochs > 1 and is_same and not self._has_warned:
             self._has_warned = True
@@ -93,11 +100,3 @@ class TrainFunction:
                 " resumed run has other batches; give fit data of which each epoch is a whole pass",
                 stacklevel=2,
             )
-
-
-def _draws() -> tuple[object, ...]:
-    """Return a mark of the generators of this process."""
-    numpy_state: Any = np.random.get_state()
-    torch: Any = sys.modules.get("torch")
-    drawn = () if torch is None else (torch.get_rng_state().numpy().tobytes(),)
-    return (random.getstate(), numpy_state[1].tobytes(), numpy_state[2], *drawn)

@@ -353,7 +353,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             CheckpointNotFound: There is none that loads.
         """
         if getattr(trainer.state.fn, "value", None) != "fit":
-            return restored(_checked(self.manager.load(name), name))
+            return _restored(trainer, self.manager.load(name), name)
         if name != _LATEST:
             raise ValueError(
                 f"a fit goes on from the newest checkpoint, and not from {name}: pass ckpt_path=checkpoints.latest()"
@@ -368,7 +368,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
                 path=self.manager.directory,
                 hint="ckpt_path=checkpoints.latest() is None for a first start",
             )
-        checkpoint = restored(_checked(found.state, name))
+        checkpoint = _restored(trainer, found.state, name)
         self._random = random.state_dict()
         random.load_state_dict(of_start)  # the program draws for its data as at each start
         self._is_resumed = True
@@ -397,10 +397,13 @@ def _facts(trainer: Any) -> dict[str, Any]:
     return {"epoch": trainer.current_epoch, "metrics": metrics}
 
 
-def _checked(state: object, name: str) -> dict[str, Any]:
+def _restored(trainer: Any, state: object, name: str) -> dict[str, Any]:
     if not isinstance(state, dict) or "state_dict" not in state:
         raise ValueError(f"{name} holds no checkpoint of Lightning")
-    return state
+    holders = (trainer.lightning_module, getattr(trainer, "datamodule", None))
+    given = [getattr(one, "hparams", None) for one in holders]
+    way_out = "give the module and its data the hyper parameters that they were saved with"
+    return restored(state, way_out=way_out, given=given)
 
 
 def _is_sigterm(error: BaseException) -> bool:

@@ -28,13 +28,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.config.checks import check_file_mode
+from ckptmgr.config.checks import check_file_mode, check_is_bool
 from ckptmgr.config.keys import check_given_key
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.files.save.single_file import remove_single_file
 from ckptmgr.files.state_file import load_state, save_state
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
+from ckptmgr.state.configs import interpolations_of
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _FORMATS = (".ckpt", ".safetensors")
@@ -43,6 +44,7 @@ _CONFIGURATIONS = {
     "omegaconf.dictconfig.DictConfig": "DictConfig",
     "omegaconf.listconfig.ListConfig": "ListConfig",
 }
+_SHOWN = 5
 _HYPER_PARAMETERS = {
     "hparams_type": "hyper_parameters",
     "datamodule_hparams_type": "datamodule_hyper_parameters",
@@ -66,6 +68,8 @@ class CkptmgrIO:
         verify_after_write: As for `save_state`.
         file_mode: As for `save_state`; directories are made as the umask allows.
         allow_unencrypted: With a key, load plain files, too.
+        allow_interpolations: Load hyper parameters with interpolations of omegaconf, such as
+            `${oc.env:NAME}`, which call resolvers in this process when they are read.
 
     Raises:
         ValueError: A key is unusable.
@@ -83,6 +87,7 @@ class CkptmgrIO:
         verify_after_write: bool = False,
         file_mode: int = DEFAULT_FILE_MODE,
         allow_unencrypted: bool = False,
+        allow_interpolations: bool = False,
     ) -> None:
         check_given_key("enc_key", enc_key)
         check_given_key("dec_key", dec_key)
@@ -98,6 +103,8 @@ class CkptmgrIO:
             "dec_key": enc_key if dec_key is None else dec_key,
             "allow_unencrypted": allow_unencrypted,
         }
+        check_is_bool("allow_interpolations", allow_interpolations)
+        self._allows_interpolations = allow_interpolations
         register(type(self))
 
     def save_checkpoint(
@@ -149,7 +156,8 @@ class CkptmgrIO:
         Raises:
             FileNotFoundError: There is no such file.
             ValueError: The path is a URL, or `map_location` another device.
-            CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: As `load_state`.
+            CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: As `load_state`; or the hyper
+                parameters have interpolations.
         """
         if map_location is not None and str(map_location) != "cpu":
             raise ValueError(
@@ -168,7 +176,11 @@ class CkptmgrIO:
         found = load_state(place, **self._loading)
         if not isinstance(found, dict):
             raise UnsupportedCheckpoint("holds no checkpoint of Lightning", path=place)
-        return restored(found)
+        return restored(
+            found,
+            way_out="if you trust the file, pass CkptmgrIO(allow_interpolations=True)",
+            allow_interpolations=self._allows_interpolations,
+        )
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a checkpoint durably, if it is there.
@@ -233,11 +245,33 @@ def storable(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return {**checkpoint, **names}
 
 
-def restored(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Undo `storable`; the classes are those of omegaconf, so that a file names no others."""
+def restored(
+    checkpoint: dict[str, Any],
+    *,
+    way_out: str,
+    given: Sequence[object] = (),
+    allow_interpolations: bool = False,
+) -> dict[str, Any]:
+    """Undo `storable`; the classes are those of omegaconf, so that a file names no others.
+
+    `given` are the hyper parameters of the program: what they have as an interpolation may be one.
+
+    Raises:
+        UnsupportedCheckpoint: The file would bring another interpolation into a configuration, which
+            would be resolved in this process.
+    """
     for key, values in _HYPER_PARAMETERS.items():
         name = _CONFIGURATIONS.get(checkpoint.get(key, ""))
         if name is not None:
+            stored = checkpoint[values]
+            found = [interpolations_of(stored, one) for one in (*given, None)]
+            brought = min(found, key=len)
+            if brought and not allow_interpolations:
+                raise UnsupportedCheckpoint(
+                    f"{values} would bring interpolations into this process, where reading them calls resolvers: "
+                    + "; ".join(brought[:_SHOWN]),
+                    hint=f"{way_out}; or resolve them before they are saved, with OmegaConf.resolve",
+                )
             kind = getattr(importlib.import_module("omegaconf"), name)
-            checkpoint |= {key: kind, values: kind(checkpoint[values])}
+            checkpoint |= {key: kind, values: kind(stored)}
     return checkpoint
