@@ -33,6 +33,7 @@ from accelerate.scheduler import AcceleratedScheduler
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.data_state import Batches
 from ckptmgr.training.manager import CheckpointManager
@@ -80,7 +81,7 @@ class AcceleratorCheckpoints:
                 f" with distributed_type={kind}: use CheckpointManager(coordinator=job_coordinator()) with the unwrapped"
                 " model, or for FSDP2 ckptmgr.integrations.dcp"
             )
-        self.manager = CheckpointManager(directory, config, **options)
+        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
         self._accelerator = accelerator
         self._parts: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
         self._samplers: list[Any] = []

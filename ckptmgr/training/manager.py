@@ -125,6 +125,9 @@ class CheckpointManager:
         CkptmgrError: About the strategy file that the context names.
     """
 
+    _needs_same_division = False
+    """Whether `resume` refuses what another number of processes saved."""
+
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -306,6 +309,7 @@ class CheckpointManager:
                     past=self._past,
                     data=self._data,
                     allow_bare=allow_bare,
+                    needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch_newest,
                 )
             if self._mirror is not None:

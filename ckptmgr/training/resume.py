@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
-from ckptmgr.core.errors import UnprovenCheckpoint
+from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
@@ -331,12 +331,14 @@ def resume_state(
     past: RunPast,
     data: DataState,
     allow_bare: bool = False,
+    needs_same_division: bool = False,
     fetch: Callable[[], Fetched] | None = None,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
     `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads the newest
-    checkpoint of the mirror, for a run that has none here.
+    checkpoint of the mirror, for a run that has none here. With `needs_same_division` another
+    number of processes is refused before anything is restored.
     """
     with gc_paused_if_short() as end_pause_if_long:  # a call, so that most objects die within
         return _resume_state(
@@ -346,6 +348,7 @@ def resume_state(
             past,
             data,
             allow_bare=allow_bare,
+            needs_same_division=needs_same_division,
             fetch=fetch,
             end_pause_if_long=end_pause_if_long,
         )
@@ -359,6 +362,7 @@ def _resume_state(
     data: DataState,
     *,
     allow_bare: bool,
+    needs_same_division: bool,
     fetch: Callable[[], Fetched] | None,
     end_pause_if_long: Callable[[int], None],
 ) -> Resumption:
@@ -384,6 +388,14 @@ def _resume_state(
     checkpoint, loaded = found.newest
     with writer.all_prepared():
         is_own = reader.is_divided_alike(loaded.manifest)
+        if needs_same_division and not is_own:
+            saved = 1 if loaded.manifest is None else loaded.manifest.world_size
+            raise UnsupportedCheckpoint(
+                f"was saved by {saved} processes, which divided the data otherwise than this job",
+                path=checkpoint.path,
+                hint="start as many processes; or go on in a loop of your own, with CheckpointManager and its batches, which "
+                "begins the pass anew",
+            )
         restore_data = data.plan_restore(loaded.data, is_own=is_own)
         restore = loaded.plan_restore(state)
     random = None if is_own or writer.is_first or checkpoint.shards else GlobalRandom().state_dict()

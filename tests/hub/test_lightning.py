@@ -315,3 +315,30 @@ def test_directory_of_shards_and_missing_file_are_refused(tmp_path: Path) -> Non
     save_state([1], tmp_path / "list.ckpt")
     with pytest.raises(UnsupportedCheckpoint, match="no checkpoint of Lightning"):
         plugin.load_checkpoint(tmp_path / "list.ckpt")
+
+
+@pytest.mark.parametrize("text", ["${oc.env:HOME}", "a ${b} c", "${eval:'1+1'}"])
+def test_interpolation_of_a_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
+    name = "omegaconf.dictconfig.DictConfig"
+    hyper = {"layers": [{"tag": text}]}
+    checkpoint = {"state_dict": {}, "hparams_type": name, "hyper_parameters": hyper}
+    save_state(checkpoint, tmp_path / "x.ckpt", manifest=False)
+    for load in (CkptmgrIO().load_checkpoint, CkptmgrIO().as_torch_file):
+        with pytest.raises(UnsupportedCheckpoint, match="layers") as caught:
+            load(tmp_path / "x.ckpt")
+        assert repr(text) in str(caught.value)
+    found = CkptmgrIO(allow_interpolations=True).load_checkpoint(tmp_path / "x.ckpt")
+    assert omegaconf.OmegaConf.to_container(found["hyper_parameters"]) == hyper
+
+
+def test_configuration_with_interpolations_is_refused_when_it_is_loaded_anew(
+    tmp_path: Path,
+) -> None:
+    conf = omegaconf.OmegaConf.create({"width": 2, "double": "${width}"})
+    training = trainer(tmp_path, CkptmgrIO(), 2, enable_checkpointing=False)
+    training.fit(Model(conf=conf))
+    training.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(UnsupportedCheckpoint, match="OmegaConf.resolve"):
+        CkptmgrIO().load_checkpoint(tmp_path / "x.ckpt")
+    trusted = CkptmgrIO(allow_interpolations=True)
+    assert trusted.load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"] == conf

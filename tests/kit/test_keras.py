@@ -29,6 +29,7 @@ from keras.callbacks import Callback  # noqa: E402
 from keras.utils import PyDataset  # noqa: E402
 
 from ckptmgr.integrations.keras import CheckpointCallback  # noqa: E402
+from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
 
 pytestmark = [
     pytest.mark.kit,
@@ -390,6 +391,7 @@ GROUPED = """
 import sys, keras, numpy as np
 from ckptmgr import CheckpointManager, StateMismatch
 from ckptmgr.integrations.keras import CheckpointCallback
+from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
 
 x = np.ones((32, 4), "float32")
 
@@ -540,3 +542,21 @@ def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(second, names)  # noqa: S102
     exec(third, names)  # noqa: S102
     assert steps_in(tmp_path / "runs" / "early")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("filepath", "elsewhere.keras"), ("wait", "a text"), ("monitor_op", 1), ("__class__", 3)],
+)
+def test_count_that_a_checkpoint_names_is_set_only_if_it_is_one_of_the_callback(
+    tmp_path: Path, name: str, value: object
+) -> None:
+    early = keras.callbacks.EarlyStopping(monitor="loss", patience=9)
+    saved = {**counts_of([early])[0], name: value}
+    with pytest.raises(StateMismatch, match=rf"EarlyStopping\.{name} is"):
+        put_counts([early], [saved])
+    assert early.wait == 0
+    kept = keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))
+    with pytest.raises(StateMismatch, match=r"ModelCheckpoint\.filepath is no count of it"):
+        put_counts([kept], [{"filepath": str(tmp_path / "other.keras")}])
+    assert kept.filepath == str(tmp_path / "model.keras")

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 
 from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError  # noqa: E402
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint  # noqa: E402
 from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
@@ -594,3 +594,35 @@ def test_example_is_at_most_three_lines_longer_than_without_checkpoints() -> Non
     lines = (ROOT / "examples" / "lightning_fit.py").read_text().splitlines()
     own = [line for line in lines if re.search("ckptmgr|checkpoints = ", line)]
     assert len(own) == 3
+
+
+class _Configured(BoringModel):  # type: ignore[misc]
+    def __init__(self, conf: object) -> None:
+        super().__init__()
+        self.save_hyperparameters(conf)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_configuration_with_interpolations_goes_on_where_the_program_has_the_same(
+    tmp_path: Path,
+) -> None:
+    omegaconf = pytest.importorskip("omegaconf")
+
+    def fit(text: str) -> None:
+        conf = omegaconf.OmegaConf.create({"width": 2, "double": text})
+        checkpoints = ManagerCheckpoint(tmp_path, CheckpointConfig(save_checkpoint_steps=1))
+        training = lightning.Trainer(
+            callbacks=[checkpoints],
+            max_epochs=1,
+            limit_train_batches=2,
+            limit_val_batches=0,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        training.fit(_Configured(conf), ckpt_path=checkpoints.latest())
+
+    fit("${width}")
+    fit("${width}")
+    with pytest.raises(UnsupportedCheckpoint, match="double"):
+        fit("${oc.env:HOME}")

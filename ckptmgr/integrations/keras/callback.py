@@ -30,6 +30,7 @@ import keras
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.integrations.keras.counts import counts_of, put_counts
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
@@ -108,7 +109,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             raise ValueError(
                 f"KERAS_BACKEND={keras.backend.backend()} cannot be resumed bit for bit: choose {' or '.join(_BACKENDS)}"
             )
-        self.manager = CheckpointManager(directory, config, **options)
+        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
         self._counting = tuple(counting)
         self._open = contextlib.ExitStack()  # while `fit` trains
         self._is_entered = self._has_begun = self._is_stopping = False

@@ -33,6 +33,7 @@ import torch
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.notes import add_note
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.integrations.lightning.checkpoint_io import (
     PACKAGES,
     restored,
@@ -120,7 +121,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         if start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
         super().__init__()
-        self.manager = CheckpointManager(
+        self.manager: CheckpointManager = FrameworkManager(
             directory,
             config,
             prefix=prefix,

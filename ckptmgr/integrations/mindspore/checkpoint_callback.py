@@ -31,6 +31,7 @@ from mindspore.train import Callback
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.callback_values import MetricsSource
@@ -77,7 +78,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
                 "coordinator= has no effect in CheckpointCallback, which saves runs of one process: use ModelCheckpoint"
             )
         super().__init__()
-        self.manager = CheckpointManager(directory, config, **options)
+        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
         self._model: Any = None
         self._first_epoch = 0
         self._step = 0

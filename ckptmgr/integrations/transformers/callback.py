@@ -35,6 +35,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.integrations.transformers.checks import (
     CALL,
     WAYS_OUT,
@@ -83,7 +84,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             raise ValueError(
                 "coordinator= has no effect in CheckpointCallback, which saves runs of one process: leave it out"
             )
-        self.manager = CheckpointManager(directory, config, **options)
+        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
         self._start = start
         self._has_key = config is not None and config.enc_key is not None
         self._saved_epoch: dict[str, Any] | None = None
