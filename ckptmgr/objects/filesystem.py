@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import BytesSource, read_bytes
@@ -28,13 +28,20 @@ from ckptmgr.objects.requests import Objects, StoredObject
 from ckptmgr.store.manifest.codec import (
     MAX_MANIFEST_BYTES,
     SUFFIX,
-    Manifest,
     decode,
     manifest_name,
 )
 from ckptmgr.store.store import Store
 
 _READERS = 8
+_SMALL_BYTES = 1 << 20  # of a manifest that is kept, and read beside others
+_MOST_KEPT_BYTES = 64 << 20
+# What a manifest may have: for each object beside it a name and the digests of its ranges, which
+# are of 16 MiB; and beside them metrics, pins and a policy.
+_BASE_BYTES = 4 << 20
+_ENTRY_BYTES = 2 << 10
+_RANGE_BYTES = 1 << 20
+_DIGEST_BYTES = 80
 
 
 def remote_store(objects: Objects, *, trust: Trust) -> Store:
@@ -49,14 +56,23 @@ class BytesFile(BytesSource):
         """Do nothing."""
 
 
+class _Manifest(NamedTuple):
+    """A manifest as it was listed: its object, the keys of its data, its bytes if they are few."""
+
+    stored: StoredObject
+    keys: Mapping[str, str]
+    content: bytes | None
+
+
 class RemoteFiles:
     """The objects below one prefix, as a file system with one directory."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._directory = UrlPath(objects.url)
-        self._manifests: dict[str, tuple[StoredObject, bytes]] = {}
-        self._opened: dict[str, bytes] = {}  # manifests, as they were when last opened
+        self._manifests: dict[str, _Manifest] = {}
+        self._opened: dict[str, Mapping[str, str]] = {}  # keys of data when last opened
+        self._most_bytes = MAX_MANIFEST_BYTES
 
     def names(self, path: Path) -> Sequence[str]:
         """Return the names of manifests and data files."""
@@ -66,26 +82,47 @@ class RemoteFiles:
         """Return name to status of manifests, and of the data files that they name."""
         data = {one.key: one for one in self._objects.list(DATA)}
         found = {one.key: one for one in self._objects.list() if checkpoint_in(one.key) is not None}
-        known = dict(self._manifests)  # another thread may list, too
+        self._most_bytes = _most_manifest_bytes(data.values())
+        known = self._known(found)
         fresh = [
             one
-            for one in found.values()
-            if known.get(one.key, (None,))[0] != one and one.size_bytes <= MAX_MANIFEST_BYTES
+            for key, one in found.items()
+            if key not in known and one.size_bytes <= self._most_bytes
         ]
-        with ThreadPoolExecutor(_READERS) as pool:
-            for one, content in zip(fresh, pool.map(self._get, fresh), strict=True):
-                if content is None:
-                    del found[one.key]  # removed meanwhile
-                else:
-                    known[one.key] = (one, content)
-        manifests = {
-            key: known[key] for key, one in found.items() if known.get(key, (None,))[0] == one
-        }
-        self._manifests = manifests
+        kept_bytes = sum(len(one.content or b"") for one in known.values())
+        for one, content in self._read(fresh):
+            if content is None:
+                del found[one.key]  # removed meanwhile
+                continue
+            is_kept = len(content) <= min(_SMALL_BYTES, _MOST_KEPT_BYTES - kept_bytes)
+            kept_bytes += len(content) if is_kept else 0
+            keys = self._data_keys(one.key, content)
+            known[one.key] = _Manifest(one, keys, content if is_kept else None)
+        self._manifests = known
         entries = {key: _status(one) for key, one in found.items()}
-        for key, (_, content) in manifests.items():
-            entries |= self._data_of(key, content, data)
+        for manifest in known.values():
+            entries |= {
+                name: _status(data[key]) for name, key in manifest.keys.items() if key in data
+            }
         return entries
+
+    def _known(self, found: Mapping[str, StoredObject]) -> dict[str, _Manifest]:
+        """Return the manifests of the last listing that are there unchanged."""
+        before = dict(self._manifests)  # another thread may list, too
+        return {key: one for key, one in before.items() if found.get(key) == one.stored}
+
+    def _read(
+        self, manifests: Sequence[StoredObject]
+    ) -> Iterator[tuple[StoredObject, bytes | None]]:
+        """Yield manifests and their bytes: small ones are read side by side, large ones one by one."""
+        small = [one for one in manifests if one.size_bytes <= _SMALL_BYTES]
+        with ThreadPoolExecutor(_READERS) as pool:
+            for at in range(0, len(small), _READERS):
+                some = small[at : at + _READERS]
+                yield from zip(some, pool.map(self._get, some), strict=True)
+        for one in manifests:
+            if one.size_bytes > _SMALL_BYTES:
+                yield one, self._get(one)
 
     def status(self, path: Path) -> FileStatus | None:
         """Return the status of a manifest or data file; the directory itself always exists."""
@@ -101,8 +138,8 @@ class RemoteFiles:
         """Open an object, to be read by ranges of this version of it."""
         del is_uncached
         listed = self._manifests.get(path.name)
-        if listed is not None:
-            return BytesFile(listed[1])
+        if listed is not None and listed.content is not None:
+            return BytesFile(listed.content)
         if path.name.endswith(SUFFIX):
             return self._open_manifest(path)
         for key in self._keys(path):
@@ -117,10 +154,14 @@ class RemoteFiles:
 
     def _open_manifest(self, path: Path) -> InputFile:
         file = ObjectFile(self._objects, path.name, name=str(path))
-        if file.size > MAX_MANIFEST_BYTES:
-            return file
+        if file.size > self._most_bytes:
+            raise CorruptCheckpoint(
+                f"has {file.size} bytes, a manifest at most {self._most_bytes}",
+                path=path,
+                hint="it is something else; move it away",
+            )
         content = read_bytes(file, 0, file.size)
-        self._opened[path.name] = content
+        self._opened[path.name] = self._data_keys(path.name, content)
         return BytesFile(content)
 
     @contextlib.contextmanager
@@ -183,20 +224,13 @@ class RemoteFiles:
         except FileNotFoundError:
             return None
 
-    def _data_of(
-        self, key: str, content: bytes, data: Mapping[str, StoredObject]
-    ) -> dict[str, FileStatus]:
-        manifest = self._decoded(key, content)
-        if manifest is None:
-            return {}
-        keys = {entry.name: data_key(manifest, entry) for entry in entries_of(manifest)}
-        return {name: _status(data[one]) for name, one in keys.items() if one in data}
-
-    def _decoded(self, key: str, content: bytes) -> Manifest | None:
+    def _data_keys(self, key: str, content: bytes) -> Mapping[str, str]:
+        """Return name to key of the data of a manifest; nothing where it cannot be read."""
         try:
-            return decode(content, path=self._directory / key)  # its proofs are checked later
+            manifest = decode(content, path=self._directory / key)  # its proofs are checked later
         except CkptmgrError:
-            return None
+            return {}
+        return {entry.name: data_key(manifest, entry) for entry in entries_of(manifest)}
 
     def _keys(self, path: Path) -> tuple[str, ...]:
         """Return the keys under which a manifest or data file may be, the first one first."""
@@ -205,22 +239,28 @@ class RemoteFiles:
             return (name,)
         shard = parse_shard_name(name)
         owner = manifest_name(name if shard is None else shard.set_name)
-        try:
-            content = self._content_of(owner)
-        except FileNotFoundError:
-            return (name,)
-        manifest = self._decoded(owner, content)
-        entries = () if manifest is None else entries_of(manifest)
-        for entry in entries:
-            if manifest is not None and entry.name == name:
-                return (data_key(manifest, entry), name)
-        return (name,)
+        key = self._keys_of(owner).get(name)
+        return (name,) if key is None else (key, name)
 
-    def _content_of(self, key: str) -> bytes:
-        if key in self._opened:
-            return self._opened[key]
-        listed = self._manifests.get(key)
-        return self._objects.get(key) if listed is None else listed[1]
+    def _keys_of(self, owner: str) -> Mapping[str, str]:
+        """Return name to key of the data of a manifest, as it was when it was last read."""
+        if owner in self._opened:
+            return self._opened[owner]
+        listed = self._manifests.get(owner)
+        if listed is not None:
+            return listed.keys
+        try:
+            return self._data_keys(owner, self._objects.get(owner))
+        except FileNotFoundError:
+            return {}
+
+
+def _most_manifest_bytes(data: Iterable[StoredObject]) -> int:
+    """Return the size of the largest manifest that may describe all of these objects."""
+    most = _BASE_BYTES
+    for one in data:
+        most += _ENTRY_BYTES + one.size_bytes // _RANGE_BYTES * _DIGEST_BYTES
+    return min(most, MAX_MANIFEST_BYTES)
 
 
 def _status(one: StoredObject) -> FileStatus:

@@ -9,6 +9,7 @@ after which the state of the object is not known.
 from __future__ import annotations
 
 import errno
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,12 @@ _ESCAPED = re.compile(r"[\x00-\x1f\x7f]|%[0-9A-Fa-f]{2}")
 _NO_KEY = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _PASSWORD = re.compile(r"//[^/\s]*@")
 _QUERY = re.compile(r"(https?://[^\s?]*)\?\S*")
+_LONGEST_RANGE_BYTES = 1 << 62
+_SHORTER = re.compile(r"Requested \d+\.\.\d+, got \d+\.\.(\d+)")  # the library refuses these
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
+_ENDPOINT = re.compile(r"https?://[^/\s]", re.IGNORECASE)
+_ANSWER_501 = "501 Not Implemented"
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 MOST_GOTTEN_BYTES = 64 << 20
 """Largest object that is read at once: another tool's may have the name of a manifest."""
@@ -151,6 +158,24 @@ def checked_url(url: object) -> str:
     return url.rstrip("/") if found["path"] != "/" or found["host"] else url
 
 
+def _check_settings(url: str) -> None:
+    """Raise CkptmgrError for settings with which the library would stop in the middle of its code."""
+    for name, value in os.environ.items():
+        if not name.startswith(_SETTINGS):
+            continue
+        if _CONTROL.search(value):
+            problem = "has a line end or another control character (its value is not shown)"
+        elif "ENDPOINT" in name and value and not _ENDPOINT.match(value):
+            problem = (
+                f"is {without_secrets(value)!r}, and an endpoint begins with http:// or https://"
+            )
+        else:
+            continue
+        raise CkptmgrError(
+            f"the environment variable {name} {problem}", path=url, hint=f"set {name} anew"
+        )
+
+
 def open_objects(url: str) -> Objects:
     """Return the objects below an address; nothing is requested yet.
 
@@ -167,6 +192,7 @@ def open_objects(url: str) -> Objects:
         return ObstoreObjects(url, _memory_stores.setdefault(url, stores.MemoryStore()))
     if scheme == "file":
         return _LocalObjects(url, Path(url.removeprefix("file://")))
+    _check_settings(url)
     try:
         return ObstoreObjects(url, stores.from_url(url, retry_config=_RETRIES))
     except (obstore.exceptions.BaseError, ValueError) as error:
@@ -190,6 +216,7 @@ class ObstoreObjects:
         self.url = url
         self._store = store
         self._obstore = _library(url)
+        self._most_ranged_bytes = _LONGEST_RANGE_BYTES
 
     def put(self, key: str, pieces: Iterable[bytes], size_bytes: int) -> None:
         """Write an object from its pieces, replacing any other; several parts are sent at a time."""
@@ -222,18 +249,48 @@ class ObstoreObjects:
 
     def read(self, key: str, offset: int, length: int) -> bytes:
         """Return a range of the bytes of an object."""
-        if not length:
-            return b""
-        with self._errors(key):
-            return bytes(self._obstore.get_range(self._store, key, start=offset, length=length))
+        return bytes(self.fetch(key, offset, length).data) if length else b""
 
     def fetch(self, key: str, offset: int, length: int) -> FetchedRange:
-        """Return a range of the bytes of an object, cut at its end, and the object, in one request."""
+        """Return a range of the bytes of an object, cut at its end, and the object.
+
+        A server or a proxy may give less than was asked for, which is no damage: the rest is asked
+        for again. Where the object is another one meanwhile, that one is returned.
+        """
+        found = self._fetch(key, offset, length)
+        stop = min(offset + length, found.stored.size_bytes)
+        if found.data.nbytes >= stop - offset:
+            return found
+        pieces = [found.data]
+        at = offset + found.data.nbytes
+        while at < stop:
+            more = self._fetch(key, at, stop - at)
+            if not more.stored.is_same_as(found.stored):
+                return more
+            if not more.data.nbytes:
+                raise ConnectionError(
+                    errno.ECONNABORTED,
+                    f"the answer has no byte of {stop - at} from {at} on",
+                    f"{self.url}/{key}",
+                )
+            pieces.append(more.data)
+            at += more.data.nbytes
+        return FetchedRange(found.stored, memoryview(b"".join(pieces)))
+
+    def _fetch(self, key: str, offset: int, length: int) -> FetchedRange:
+        length = min(length, self._most_ranged_bytes)
         with self._errors(key):
-            found = self._obstore.get(
-                self._store, key, options={"range": (offset, offset + length)}
-            )
-            return FetchedRange(self._stored(found.meta), memoryview(found.bytes()))
+            try:
+                found = self._obstore.get(
+                    self._store, key, options={"range": (offset, offset + length)}
+                )
+                return FetchedRange(self._stored(found.meta), memoryview(found.bytes())[:length])
+            except self._obstore.exceptions.BaseError as error:
+                given = _SHORTER.search(str(error))
+                if given is None or not 0 < int(given[1]) - offset < length:
+                    raise
+                self._most_ranged_bytes = int(given[1]) - offset
+        return self._fetch(key, offset, length)
 
     def find(self, key: str) -> StoredObject | None:
         """Return size and time of an object, or None where there is none."""
@@ -299,7 +356,15 @@ class ObstoreObjects:
         except errors.InvalidPathError as error:
             what = f"{_first_line(error)}; remove or rename that object with the tool of the store"
             raise ConnectionError(errno.ECONNABORTED, what, place) from _safe(error)
+        except NotImplementedError as error:
+            raise _not_implemented(error, place) from _safe(error)
         except errors.BaseError as error:
+            if _ANSWER_501 in str(error):
+                raise _not_implemented(error, place) from _safe(error)
+            raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from _safe(error)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if type(error).__module__ != "builtins":  # of those who give the pieces
+                raise
             raise ConnectionError(errno.ECONNABORTED, _first_line(error), place) from _safe(error)
         except BaseException as error:
             if type(error).__name__ != "PanicException":
@@ -338,6 +403,17 @@ class _LocalObjects(ObstoreObjects):
     @_store.setter
     def _store(self, _: None) -> None:
         """Ignore the store that the base class sets."""
+
+
+def _not_implemented(error: Exception, place: str) -> UnsupportedCheckpoint:
+    """Return the error for a request that the store, or the library as it is set, does not know."""
+    return UnsupportedCheckpoint(
+        "the store, or the library with AWS_CONDITIONAL_PUT as it is set, does not do what is needed: "
+        f"{_first_line(error)}",
+        path=place,
+        hint="a commit needs a PUT that fails if the key is taken (If-None-Match: *): unset AWS_CONDITIONAL_PUT if it is "
+        "disabled, or take another store; ckptmgr storage probe URL tries what a store does",
+    )
 
 
 def _first_line(error: BaseException) -> str:

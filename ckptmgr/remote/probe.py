@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.objects.requests import Objects
 
 _RACERS = 8
@@ -34,24 +35,25 @@ class Finding:
 def probe(objects: Objects) -> list[Finding]:
     """Return the findings; the objects are removed again, as far as the store allows.
 
+    A request that fails is the finding of its check, but for the first one.
+
     Raises:
         OSError: The store cannot be reached, or does not let us write.
     """
     folder = f".ckptmgr-probe-{secrets.token_hex(8)}/"
-    checks: list[Callable[[Objects, str], Finding]] = [
-        _reads_back,
-        _creates_once,
-        _lists_what_was_written,
-        _sends_parts,
-        _leaves_no_part_of_an_upload,
-        _removes,
-        _keeps_versions,
-    ]
     try:
-        return [check(objects, folder) for check in checks]
+        return [_reads_back(objects, folder), *(_tried(one, objects, folder) for one in _CHECKS)]
     finally:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(CkptmgrError, OSError):
             objects.delete([one.key for one in objects.list(folder)])
+
+
+def _tried(check: str, objects: Objects, folder: str) -> Finding:
+    try:
+        return _CHECKS[check](objects, folder)
+    except (CkptmgrError, OSError) as error:
+        message = error.message if isinstance(error, CkptmgrError) else error.strerror or str(error)
+        return Finding(check=check, is_ok=False, detail=message)
 
 
 def _put(objects: Objects, key: str, data: bytes) -> None:
@@ -153,3 +155,13 @@ def _keeps_versions(objects: Objects, folder: str) -> Finding:
         else "none: what is removed is gone"
     )
     return Finding(check="versions", is_ok=None, detail=detail)
+
+
+_CHECKS: dict[str, Callable[[Objects, str], Finding]] = {
+    "conditional put": _creates_once,
+    "list after write": _lists_what_was_written,
+    "multipart upload": _sends_parts,
+    "interrupted upload": _leaves_no_part_of_an_upload,
+    "list after delete": _removes,
+    "versions": _keeps_versions,
+}

@@ -338,7 +338,7 @@ def test_configuration_with_interpolations_is_refused_when_it_is_loaded_anew(
     training = trainer(tmp_path, CkptmgrIO(), 2, enable_checkpointing=False)
     training.fit(Model(conf=conf))
     training.save_checkpoint(tmp_path / "x.ckpt")
-    with pytest.raises(UnsupportedCheckpoint, match="OmegaConf.resolve"):
+    with pytest.raises(UnsupportedCheckpoint, match=r"OmegaConf\.resolve"):
         CkptmgrIO().load_checkpoint(tmp_path / "x.ckpt")
     trusted = CkptmgrIO(allow_interpolations=True)
     assert trusted.load_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"] == conf

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from ckptmgr import (
     ModelCheckpoint,
     export_weights,
 )
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.objects import requests
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import checked_url, open_objects
@@ -205,12 +207,29 @@ def test_error_of_a_request_shows_no_password_of_the_endpoint(
         assert str(refusing_port) in str(caught.value)
 
 
-def test_endpoint_that_is_no_address_is_an_error_of_the_network(
-    refusing_port: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AWS_ENDPOINT_URL", "://", "begins with http:// or https://"),
+        ("AWS_ENDPOINT_URL", "localhost:9000", "is 'localhost:9000'"),
+        ("AWS_ENDPOINT", "minio", "begins with http:// or https://"),
+        ("AWS_SECRET_ACCESS_KEY", "secret\n", "has a line end"),
+        ("AWS_ACCESS_KEY_ID", "\x00secret", "control character"),
+        ("AZURE_STORAGE_ACCOUNT_KEY", "secret\r\n", "has a line end"),
+        ("GOOGLE_SERVICE_ACCOUNT", "secret\t", "control character"),
+    ],
+)
+def test_setting_that_would_stop_the_library_is_named(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "://")
-    with pytest.raises(ConnectionError, match=_URL):
-        open_objects(_URL).get("k")
+    if "\x00" in value:
+        monkeypatch.setattr(os, "environ", {**os.environ, name: value})
+    else:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CkptmgrError, match=f"variable {name} ") as caught:
+        open_objects(_URL)
+    assert said in str(caught.value)
+    assert "secret" not in str(caught.value)
 
 
 class _Answer(BaseHTTPRequestHandler):
