@@ -608,21 +608,11 @@ def test_configuration_with_interpolations_goes_on_where_the_program_has_the_sam
 ) -> None:
     omegaconf = pytest.importorskip("omegaconf")
 
-    def fit(text: str) -> None:
+    def configured(text: str, steps: int) -> None:
         conf = omegaconf.OmegaConf.create({"width": 2, "double": text})
-        checkpoints = ManagerCheckpoint(tmp_path, CheckpointConfig(save_checkpoint_steps=1))
-        training = lightning.Trainer(
-            callbacks=[checkpoints],
-            max_epochs=1,
-            limit_train_batches=2,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-        )
-        training.fit(_Configured(conf), ckpt_path=checkpoints.latest())
+        fit(tmp_path, steps, model=_Configured(conf), config={"save_checkpoint_steps": 1})
 
-    fit("${width}")
-    fit("${width}")
+    configured("${width}", 2)
+    configured("${width}", 3)
     with pytest.raises(UnsupportedCheckpoint, match="double"):
-        fit("${oc.env:HOME}")
+        configured("${oc.env:HOME}", 4)
