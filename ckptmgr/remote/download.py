@@ -9,6 +9,7 @@ of a local save: the manifest, then the data; of a sharded checkpoint the data, 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from ckptmgr.core.errors import CheckpointNotFound, ChecksumMismatch, UnsafeWrit
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.digest import check_range
 from ckptmgr.io.filesystem import OutputFile, discard
+from ckptmgr.objects.comparison import Difference, Side
 from ckptmgr.objects.directory import RemoteDirectory, data_key, entries_of
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, decode, manifest_name
 from ckptmgr.store.store import Store
@@ -24,14 +26,20 @@ from ckptmgr.store.store import Store
 _READERS = 4
 
 
-def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
+def download(
+    source: RemoteDirectory, name: str, target: Store, *, damaged: Collection[str] = ()
+) -> Checkpoint:
     """Download one checkpoint; the lease of its series in `target` must be held.
 
-    The keys of `target` must prove its manifest, which is stored as it is.
+    `damaged` are ids of checkpoints in `target` that are known to be damaged: the same one from
+    there takes their place.
+
+    The keys of `target` must prove its manifest, which is stored as it is. Of one that is here
+    already, pins, tags and metrics that were changed there later are taken.
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.
-        UnsafeWrite: The directory has another file of this name.
+        UnsafeWrite: The directory has another file of this name, or the same with older keys.
         KeyProblem: The keys do not prove the manifest.
         CorruptCheckpoint: Manifest or data is damaged; no name has appeared.
         OSError: From the disk or the network.
@@ -42,9 +50,9 @@ def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
     except FileNotFoundError:
         raise CheckpointNotFound("no such checkpoint", path=source.path / name) from None
     manifest = decode(data, path=source.path / key, trust=target.trust)
-    found = _whole(target, manifest)
+    found = None if manifest.id in damaged else _whole(target, manifest)
     if found is not None:
-        return found
+        return _brought_up_to_date(source, Side(manifest, data), target, found)
     target.make_directory()
     entries = entries_of(manifest)
     target.publisher.check_space(sum(entry.digest.size_bytes for entry in entries))
@@ -88,6 +96,32 @@ def _whole(target: Store, manifest: Manifest) -> Checkpoint | None:
         path=target.directory / manifest.name,
         hint="choose an empty directory, or move the file and its manifest away",
     )
+
+
+def _brought_up_to_date(
+    source: RemoteDirectory, there: Side, target: Store, found: Checkpoint
+) -> Checkpoint:
+    """Take the pins, tags and metrics of a checkpoint that is here if they were changed there later.
+
+    Raises:
+        UnsafeWrite: Its keys were, or both were changed.
+    """
+    difference = source.difference(target, found.name)
+    if difference not in (Difference.THERE, Difference.BOTH):
+        return found
+    if difference is Difference.BOTH or not source.has_same_keys(target, found.name):
+        raise UnsafeWrite(
+            "its keys, pins, tags or metrics were changed there later than here"
+            + (", and others here" if difference is Difference.BOTH else ""),
+            path=target.directory / found.name,
+            hint="to take it from there, move it and its manifest away first",
+        )
+    path = target.directory / manifest_name(found.name)
+    status = target.fs.status(path)
+    mode = target.file_mode if status is None else status.mode
+    target.manifests.write(path, there.data, series=found.series, mode=mode, is_durable=True)
+    target.fs.sync_directory(target.directory)
+    return there.manifest.to_checkpoint(target.directory)
 
 
 def _fetched(source: RemoteDirectory, manifest: Manifest, entry: FileEntry, target: Store) -> Path:
