@@ -52,12 +52,19 @@ class MirroredCandidates:
     """The checkpoints of a series in a mirror, newest first; `load` downloads one."""
 
     def __init__(
-        self, directory: RemoteDirectory, listing: Store, target: Store, *, series: str
+        self,
+        directory: RemoteDirectory,
+        listing: Store,
+        target: Store,
+        *,
+        series: str,
+        damaged: Collection[str],
     ) -> None:
         self._directory = directory
         self._listing = listing
         self._target = target
         self._series = series
+        self._damaged = damaged
 
     def listed(self) -> Sequence[Checkpoint]:
         """List the mirror; return the checkpoints of the series."""
@@ -66,21 +73,27 @@ class MirroredCandidates:
 
     def load(self, checkpoint: Checkpoint) -> Checkpoint:
         """Download a checkpoint; return it as it is here."""
-        return download(self._directory, checkpoint.name, self._target)
+        return download(self._directory, checkpoint.name, self._target, damaged=self._damaged)
 
 
 def fetch_newest(
-    directory: RemoteDirectory, listing: Store, target: Store, *, series: str
+    directory: RemoteDirectory,
+    listing: Store,
+    target: Store,
+    *,
+    series: str,
+    damaged: Collection[str],
 ) -> Fetched:
     """Download the newest checkpoint of a series that the keys prove, if there is one.
 
-    The lease of the series must be held.
+    `damaged` are the ids of those here that may be replaced by a whole copy. The lease of the series
+    must be held.
 
     Raises:
         OSError: The mirror cannot be reached: a start without it would lose the run in silence.
         CkptmgrError: No checkpoint can be had, and not because all are damaged.
     """
-    candidates = MirroredCandidates(directory, listing, target, series=series)
+    candidates = MirroredCandidates(directory, listing, target, series=series, damaged=damaged)
     found, here, skipped = first_that_loads(candidates, listing.fs)
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)

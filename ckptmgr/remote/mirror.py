@@ -208,7 +208,13 @@ class MirrorUploads:
         self._note_place()
         target = self._writer.store
         if here is None:
-            return fetch_newest(self.directory, self.listing, target, series=self._writer.series)
+            return fetch_newest(
+                self.directory,
+                self.listing,
+                target,
+                series=self._writer.series,
+                damaged=damaged,
+            )
         try:
             answer = within(
                 self._mirror.at_resume_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,7 +36,7 @@ StoresOf = Callable[[Objects], None]
 
 
 def _state(value: float) -> dict[str, np.ndarray]:
-    return {"w": np.full(3, value)}
+    return {"w": np.full(3, float(value))}
 
 
 @pytest.fixture
@@ -121,13 +121,13 @@ def _put_old_copy_back(directory: Path) -> None:
     directory.with_name("backup").rename(directory)
 
 
-def _damage_both(directory: Path) -> None:
-    for step in (3, 4):
-        flip(directory / f"ckpt-{step}.ckpt", 100)
+def _damage_all(directory: Path) -> None:
+    for path in directory.glob("ckpt-?.ckpt"):
+        flip(path, 100)
 
 
 @pytest.mark.parametrize(
-    "harm", [_damage, _cut, _delete, _lose_data, _put_old_copy_back, _damage_both]
+    "harm", [_damage, _cut, _delete, _lose_data, _put_old_copy_back, _damage_all]
 )
 def test_newest_that_is_not_whole_here_is_taken_from_the_mirror(
     tmp_path: Path, harm: Callable[[Path], None]
@@ -145,10 +145,11 @@ def test_newest_that_is_not_whole_here_is_taken_from_the_mirror(
     assert (found.step, found.fetched_from) == (4, f"{url}/ckpt-4.ckpt")
     (resumed,) = [one for one in events if one.name == "resume"]
     assert f"took {url}/ckpt-4.ckpt" in resumed.notes
-    assert _steps(5, 6) <= _names(here) <= _steps(3, 5, 6)  # 3 was found damaged, and stays
+    _train(here, url, 2)
+    assert _names(here) == _steps(6, 7, 8)
 
 
-def test_damaged_checkpoint_of_another_name_owner_here_is_not_replaced(tmp_path: Path) -> None:
+def test_file_here_whose_manifest_is_damaged_is_not_replaced(tmp_path: Path) -> None:
     url, here = new_url(), tmp_path / "a"
     _train(here, url, 4)
     (here / manifest_name("ckpt-4.ckpt")).chmod(0o600)
@@ -163,6 +164,7 @@ def test_newest_after_a_rollback_has_a_lower_step(tmp_path: Path) -> None:
     url = new_url()
     config = CheckpointConfig(keep="all")
     _train(tmp_path / "a", url, 4, config=config)
+    run("copy", url, tmp_path / "b")
     with CheckpointManager(tmp_path / "b", config, mirror=url) as manager:
         manager.resume(_state(0))
         manager.save(5, _state(5))
@@ -222,7 +224,6 @@ def test_of_two_that_went_on_from_one_the_later_is_taken_as_in_one_directory(
     _train(tmp_path / "a", None, 9)
     last = _train(tmp_path / "a", url)
     assert (last.step, last.fetched_from) == (13, None)
-    assert last.doubt is not None
 
 
 def test_newer_checkpoint_that_the_keys_do_not_prove_decides_nothing(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_thousands_of_names_take_one_listing_and_few_requests(
     stores_of(counted)
     with CheckpointManager(tmp_path / "a", _KEEP_TWO, mirror=url) as manager:
         asked = mirrors.ask_for_newer(
-            manager._mirror.directory,  # type: ignore[union-attr]  # noqa: SLF001
+            manager._mirror.directory,  # type: ignore[union-attr]
             Store(tmp_path / "a").scan()[0],
             trust=DEFAULT_TRUST,
         )
@@ -314,7 +315,7 @@ def test_mirror_that_must_answer_is_an_error_at_once(tmp_path: Path, stores_of: 
 
 
 @pytest.fixture
-def doubtful(tmp_path: Path, stores_of: StoresOf) -> Iterator[tuple[Path, _Switched]]:
+def doubtful(tmp_path: Path, stores_of: StoresOf) -> tuple[Path, _Switched]:
     """A run at step 4 whose mirror another one brought to step 8, and does not answer now."""
     url = new_url()
     mirror = Mirror(url, keep="last(3)")
@@ -322,7 +323,7 @@ def doubtful(tmp_path: Path, stores_of: StoresOf) -> Iterator[tuple[Path, _Switc
     _train(tmp_path / "b", mirror, 4, value=100)
     switched = _Switched(open_objects(url))
     stores_of(switched)
-    yield tmp_path / "a", switched
+    return tmp_path / "a", switched
 
 
 def test_newer_checkpoint_stops_the_run_before_anything_is_removed(
