@@ -17,7 +17,6 @@ from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.mirrors import note_mirrors
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
-from ckptmgr.core.notes import add_note
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from ckptmgr.store.store import Store
 
 _TRASH_STAYS = (
-    "it is in the trash, and keeps its keys: give its key with --key, too, or empty the trash with "
+    "is in the trash, and keeps its keys: give its key with --key, too, or empty the trash with "
     "ckptmgr prune --grace 0s"
 )
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
@@ -254,8 +253,8 @@ class KeyChanges:
         except (KeyProblem, UnsafeWrite) as error:
             if one.thrown_out_of is None:
                 raise  # before anything is touched
-            add_note(error, f"ckptmgr: {_TRASH_STAYS}")
             self._failed(error)
+            note(f"{one.checkpoint.name} {_TRASH_STAYS}")
             return None
         except (CkptmgrError, OSError) as error:
             self._failed(error)
