@@ -10,8 +10,8 @@ its header copies. So of two copies of one save the later one is known, without 
 | the same bytes of the manifest | `SAME`: a change of keys writes these last, see `objects.directory` |
 | the same save, more changes here | `HERE` |
 | the same save, more changes there | `THERE` |
-| the same save, some changes here and others there | `BOTH` |
-| the same save, as many changes, other keys, pins, tags or metrics | `HERE`: a mirror has one writer |
+| the same save, some changes here and others there, or as many that differ | `BOTH` |
+| the same save, and only its proofs differ | `HERE`: a mirror has one writer |
 | the same save, as many changes, other data; another save | `OTHER` |
 """
 
@@ -68,13 +68,18 @@ def compare(here: Side, there: Side, headers: Iterable[Headers]) -> Difference:
     if here.manifest.save != there.manifest.save:
         return Difference.OTHER
     newer = here.manifest.revision - there.manifest.revision
+    changes = [newer > 0, newer < 0]
     if here.manifest.id != there.manifest.id:
-        return _later(newer > 0, newer < 0, otherwise=Difference.OTHER)
-    rewrites = [generation_in(one.here) - generation_in(one.there) for one in headers]
-    changes = (newer, *rewrites)
-    return _later(
-        any(one > 0 for one in changes), any(one < 0 for one in changes), otherwise=Difference.HERE
-    )
+        return _later(*changes, otherwise=Difference.OTHER)
+    if not newer and here.manifest != there.manifest:
+        return Difference.BOTH
+    for one in headers:
+        ours, theirs = _newest(one.here), _newest(one.there)
+        if ours[0] == theirs[0] and ours != theirs:
+            return Difference.BOTH
+        changes[0] |= ours[0] > theirs[0]
+        changes[1] |= ours[0] < theirs[0]
+    return _later(*changes, otherwise=Difference.HERE)
 
 
 def _later(is_here: bool, is_there: bool, *, otherwise: Difference) -> Difference:
@@ -85,9 +90,13 @@ def _later(is_here: bool, is_there: bool, *, otherwise: Difference) -> Differenc
     return otherwise
 
 
-def generation_in(header: bytes) -> int:
-    """Return how often the keys of a container were changed, from 1; 0 where no header copy is whole."""
-    return max((one.header.generation for one in _copies(header)), default=0)
+def _newest(header: bytes) -> tuple[int, bytes]:
+    """Return how often the keys of a container were changed, from 1, and the header copy that says so.
+
+    0 where no header copy is whole.
+    """
+    copies = _copies(header)
+    return (copies[0].header.generation, copies[0].data) if copies else (0, b"")
 
 
 def slots_in(header: bytes) -> frozenset[bytes]:

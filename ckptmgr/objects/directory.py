@@ -229,7 +229,7 @@ class RemoteDirectory:
 
     def _put_missing(self, manifest: Manifest, files: Sequence[InputFile]) -> None:
         for file, entry in zip(files, entries_of(manifest), strict=True):
-            if not self._is_reusable(data_key(manifest, entry), entry):
+            if not self._is_reusable(manifest, entry, file):
                 self._put(manifest, entry, file)
 
     def _put_swept(self, manifest: Manifest, files: Sequence[InputFile]) -> None:
@@ -241,11 +241,15 @@ class RemoteDirectory:
     def _headers(self, manifest: Manifest, files: Sequence[InputFile]) -> Iterator[Headers]:
         """Yield the bytes of each file that digests leave out, here and there."""
         for file, entry in zip(files, entries_of(manifest), strict=True):
-            count = min(entry.digest.blank_bytes, file.size)
-            here, there = read_bytes(file, 0, count), b""
+            yield self._header(manifest, entry, file)
+
+    def _header(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> Headers:
+        count = min(entry.digest.blank_bytes, file.size)
+        here, there = read_bytes(file, 0, count), b""
+        if count:
             with contextlib.suppress(FileNotFoundError):
                 there = self.objects.read(data_key(manifest, entry), 0, count)
-            yield Headers(here, there)
+        return Headers(here, there)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints: first all manifests, then their data."""
@@ -292,12 +296,18 @@ class RemoteDirectory:
             hint="another directory has this mirror, too: change them in that one, or remove the checkpoint in one place",
         )
 
-    def _is_reusable(self, key: str, entry: FileEntry) -> bool:
-        """Return whether the data is there, and so new that no sweep removes it meanwhile."""
-        found = self.objects.find(key)
+    def _is_reusable(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> bool:
+        """Return whether the data is there, and so new that no sweep removes it meanwhile.
+
+        Its keys may have changed here since the upload that left it.
+        """
+        found = self.objects.find(data_key(manifest, entry))
         if found is None or found.size_bytes != entry.digest.size_bytes:
             return False
-        return found.modified_at > datetime.fromtimestamp(self._clock(), UTC) - _REUSED_AGE
+        if found.modified_at <= datetime.fromtimestamp(self._clock(), UTC) - _REUSED_AGE:
+            return False
+        header = self._header(manifest, entry, file)
+        return header.here == header.there
 
     def _put(self, manifest: Manifest, entry: FileEntry, file: Source) -> None:
         pieces = checked_ranges(file, entry.digest, path=entry.name)

@@ -9,6 +9,7 @@ of a local save: the manifest, then the data; of a sharded checkpoint the data, 
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -57,6 +58,13 @@ def download(
     entries = entries_of(manifest)
     target.publisher.check_space(sum(entry.digest.size_bytes for entry in entries))
     parts = [_fetched(source, manifest, entry, target) for entry in entries]
+    if source.objects.get(key) != data:
+        # Its keys may have changed meanwhile; the next call keeps all ranges that digests cover.
+        raise ConnectionError(
+            errno.EAGAIN,
+            "its manifest was changed during the download; try again",
+            str(source.path / key),
+        )
     publish_manifest = partial(
         target.manifests.write,
         target.directory / key,
@@ -161,7 +169,8 @@ def _good_ranges(target: Store, part: Path, entry: FileEntry) -> set[int]:
     """Return the ranges that an earlier download has written; none of a file that is too long."""
     digest, good = entry.digest, set()
     with contextlib.closing(target.fs.open(part)) as file:
-        for index in range(len(digest.ranges)):
+        # Digests leave out the header of a container, which may have changed since.
+        for index in range(-(-digest.blank_bytes // digest.range_bytes), len(digest.ranges)):
             start = index * digest.range_bytes
             data = bytearray(min(digest.range_bytes, digest.size_bytes - start))
             if start + len(data) > file.size:

@@ -177,11 +177,15 @@ _Named = tuple[tuple[int, int], StoredObject]
 def _named(
     directory: RemoteDirectory, series: str, passed_over: Collection[str]
 ) -> Iterator[_Named]:
-    """Yield step and attempt, and the manifests of a series."""
+    """Yield step and attempt, and the manifests of a series; -1 for a step that is in no name."""
     for stored in directory.objects.list():
         name = stored.key.removesuffix(SUFFIX)
-        named = parse_step_name(name) if stored.key.endswith(SUFFIX) else None
-        if named is not None and named.prefix == series and name not in passed_over:
+        if not stored.key.endswith(SUFFIX) or name in passed_over:
+            continue
+        named = parse_step_name(name)
+        if named is None and name.startswith(series):
+            yield (-1, 0), stored
+        elif named is not None and named.prefix == series:
             yield (named.step, named.attempt), stored
 
 

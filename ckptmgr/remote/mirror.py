@@ -52,6 +52,7 @@ from ckptmgr.store.store import Store
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES_AT_CLOSE = 3
 _READERS = 8
+_START = (0, 0, 0)
 _NOTES = {
     Uploaded.NEW: "uploaded to",
     Uploaded.CHANGED: "brought up to date at",
@@ -165,6 +166,8 @@ class MirrorUploads:
         self._failures = 0
         self._has_swept = False
         self._has_noted = False
+        self._has_said_rival = False
+        self._known: set[tuple[int, int, int]] | None = None  # what was there at the start
         self._unasked: Checkpoint | None = None
         self._compared: dict[str, Checkpoint] = {}  # name to what is there as it is here
 
@@ -208,13 +211,15 @@ class MirrorUploads:
         self._note_place()
         target = self._writer.store
         if here is None:
-            return fetch_newest(
+            fetched = fetch_newest(
                 self.directory,
                 self.listing,
                 target,
                 series=self._writer.series,
                 damaged=damaged,
             )
+            self._known = {_START, *(one.checkpoint.order for one in fetched.skipped)}
+            return fetched
         try:
             answer = within(
                 self._mirror.at_resume_s,
@@ -226,6 +231,8 @@ class MirrorUploads:
             return self._go_on_unasked(here, present, error)
         with self._changed:
             self._unasked = None
+            self._known = {here.order, *(one.order for one in answer.related)}
+        self._writer.hold_back((), "")
         return fetch_newer(self.directory, target, here, present, damaged=damaged, answer=answer)
 
     def _go_on_unasked(
@@ -262,10 +269,17 @@ class MirrorUploads:
         with self._changed:
             queued = (*self._missing, *self._waiting, self._current)
             left = [one for one in queued if one is not None]
+            is_behind, self._has_to_catch_up = self._has_to_catch_up, False
             self._waiting, self._missing, self._thread, self._is_closing = [], [], None, False
         for one in left:
             self._fail(one, SaveFailed("the run ended before it was uploaded"))
         names = [one.checkpoint.name for one in left]
+        if is_behind and not names:
+            _LOG.warning(
+                "%s: not compared when the run ended: it may lack what was saved, pinned, recorded or given other keys "
+                "here; the next run with this mirror brings it there, or ckptmgr copy does",
+                self.url,
+            )
         if names:
             _LOG.warning(
                 "%s: not uploaded when the run ended: %s; the next run with this mirror uploads what is here, or "
@@ -424,7 +438,7 @@ class MirrorUploads:
                 newest = max(newer, key=lambda one: one.order)
                 self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
                 return False
-        self._unasked = None
+        self._unasked, self._known = None, {here.order}
         self._writer.hold_back((), "")
         return True
 
@@ -483,8 +497,26 @@ class MirrorUploads:
         newest = max(own, key=lambda one: one.order)
         pinned = {one.name for one in self._store.scan() if one.pins}
         protected = {one.path: "pinned here" for one in own if one.name in pinned}
+        rivals = self._of_rivals(own)
+        protected |= {one.path: "saved since this run began" for one in rivals}
+        if rivals and not self._has_said_rival:
+            self._has_said_rival = True
+            _LOG.warning(
+                "%s: another run of this line saves there, too, up to %s; nothing of it is removed. End one of the two, or "
+                "give it an address of its own",
+                self.url,
+                rivals[-1].name,
+            )
         protected[newest.path] = "uploaded last"
         return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
+
+    def _of_rivals(self, own: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return those that an ancestor saved after this run was resumed from it."""
+        began = self._writer.resumed_from
+        if began is None or self._known is None:
+            return []
+        newest = max(began.order, *self._known)
+        return [one for one in own if one.run_id != self._writer.run_id and one.order > newest]
 
     def _retain(self) -> None:
         """Apply the policy of the mirror to its checkpoints; a failure is logged."""

@@ -471,7 +471,7 @@ def test_checkpoint_in_the_trash_under_another_key_is_named_and_stops_nothing(
     assert result.exit_code == 3
     assert "1 checkpoint changed, 1 failed" in result.stdout
     assert "is in the trash, and keeps its keys" in result.stderr
-    assert run("prune", thrown, "--grace", "0s", "--key", other).exit_code == 0
+    assert run("prune", thrown, "--grace", "0s", "--key", other, "--yes").exit_code == 0
     assert not (thrown / ".ckptmgr-trash").exists()
     assert run("rekey", thrown, *change, "--yes").exit_code == 0
 

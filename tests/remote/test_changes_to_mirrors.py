@@ -24,7 +24,17 @@ from tests.cli.running import run
 from tests.faults.training import RUNS, ModelProcesses
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.crashmodel import ModelDisk
-from tests.support.rekeying import NEW, OLD, OTHER, ROTATION, rekey, ring, save_run, save_set
+from tests.support.rekeying import (
+    NEW,
+    OLD,
+    OTHER,
+    ROTATION,
+    openers,
+    rekey,
+    ring,
+    save_run,
+    save_set,
+)
 from tests.support.saved import flip
 
 pytest.importorskip("obstore")
@@ -34,6 +44,7 @@ from ckptmgr.objects.directory import RemoteDirectory, Uploaded
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import mirror as mirrors
+from ckptmgr.remote.download import download
 from tests.remote.buckets import directory_of, listed, new_objects, new_url
 
 _WAIT_S = 30.0
@@ -265,6 +276,92 @@ def test_pin_is_brought_there_by_command(tmp_path: Path, by: str) -> None:
     assert [pin.name for pin in _there(url)[0].pins] == ["pinned"]
     assert ("brought up to date" if by == "copy" else "mirrored") in said
     assert "up to date" not in bring()
+
+
+def test_data_of_a_cut_upload_is_sent_again_after_a_change_of_keys(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    store, objects = Store(tmp_path), new_objects()
+    (one,) = store.scan()
+    with pytest.raises(Died):
+        directory_of(CountedObjects(objects, last=4)).upload(store, one.name)
+    assert objects.list("data/")
+    assert not objects.list()
+    rekey(ROTATION, directory=tmp_path)
+    directory_of(objects).upload(store, one.name)
+    assert _openers(objects) == {one.name: [1]}
+
+
+def test_download_that_a_change_of_keys_overtakes_is_begun_again(tmp_path: Path) -> None:
+    save_run(directory=tmp_path / "a", steps=1)
+    store, objects = Store(tmp_path / "a"), new_objects()
+    (one,) = store.scan()
+    directory_of(objects).upload(store, one.name)
+
+    class Overtaken(CountedObjects):
+        def read(self, key: str, offset: int, length: int) -> bytes:
+            data = super().read(key, offset, length)
+            rekey(ROTATION, directory=tmp_path / "a")
+            directory_of(objects).upload(store, one.name)
+            return data
+
+    target = Store(tmp_path / "b")
+    with target.lease("net"):
+        with pytest.raises(ConnectionError, match="its manifest was changed during the download"):
+            download(directory_of(Overtaken(objects)), one.name, target)
+        assert target.scan() == []
+        here = download(directory_of(objects), one.name, target)
+    assert openers(here, [ring(OLD), ring(NEW)]) == [1]
+
+
+@pytest.mark.parametrize("change", ["pin", "keys"])
+def test_two_places_that_changed_one_checkpoint_as_often_are_a_conflict(
+    tmp_path: Path, change: str
+) -> None:
+    objects = open_objects(new_url())
+    save_run(directory=tmp_path / "a", steps=1)
+    (one,) = Store(tmp_path / "a").scan()
+    _upload_all(objects, Store(tmp_path / "a"))
+    assert run("copy", objects.url, tmp_path / "b").exit_code == 0
+    key = tmp_path / "old.key"
+    key.touch(mode=0o600)
+    key.write_text(OLD.raw.hex())
+    for place, other in (("a", NEW), ("b", OTHER)):
+        if change == "pin":
+            pinned = ("pin", tmp_path / place / one.name, "--name", place, "--key", f"file:{key}")
+            assert run(*pinned).exit_code == 0
+        else:
+            rotation = KeyChange(keys=ring(OLD), add=(ring(other),), remove=(ring(OLD),))
+            rekey(rotation, directory=tmp_path / place)
+    _upload_all(objects, Store(tmp_path / "a"))
+    with pytest.raises(UnsafeWrite, match="there, and in another way here"):
+        _upload_all(objects, Store(tmp_path / "b"))
+    assert _openers(objects) == {one.name: [0] if change == "pin" else [1]}
+
+
+def test_live_run_that_another_one_went_on_from_loses_nothing_in_the_mirror(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = Mirror(new_url(), keep="last(2)")
+    with (
+        CheckpointManager(tmp_path / "a", mirror=mirror) as first,
+        CheckpointManager(tmp_path / "b", mirror=mirror) as second,
+    ):
+        _saved(first, 1)
+        second.resume(_state(0))
+        _saved(first, 2)
+        _saved(first, 3)
+        for step in (10, 11, 12):
+            _saved(second, step)
+        there = listed(open_objects(mirror.url)).keys()
+    assert there == {f"ckpt-{step}.ckpt" for step in (2, 3, 11, 12)}
+    assert caplog.text.count("another run of this line saves there, too, up to ckpt-3.ckpt") == 1
+
+
+def _saved(manager: CheckpointManager, step: int) -> None:
+    handle = manager.save(step, _state(step))
+    assert handle is not None
+    assert handle.mirrored is not None
+    handle.mirrored.result(_WAIT_S)
 
 
 def test_copy_brings_pins_back_into_a_directory(tmp_path: Path) -> None:
