@@ -274,8 +274,8 @@ def fetch_newer(
             break
         passed_over = {one.checkpoint.name for one in skipped}
         answer = ask_for_newer(directory, here, trust=target.trust, passed_over=passed_over)
-    for one in skipped:
-        _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
+    for passed in skipped:
+        _LOG.warning("skipped %s: %s", passed.checkpoint.path, passed.reason)
     others = about_others(here, lines_of([*present, *answer.related]))
     return Fetched(
         None, tuple(skipped), None if others is None else f"{directory.objects.url}: {others}"

@@ -429,16 +429,22 @@ class MirrorUploads:
             return False
         if here is None:
             return True
+        related: Sequence[Checkpoint] = ()
         if self._writer.resumed_from is not None:  # not started anew since
-            found = ask_for_newer(self.directory, here, trust=self._store.trust).related
-            newer = [
-                one for one in found if one.order > here.order and one.run_id != self._writer.run_id
-            ]
-            if newer:
-                newest = max(newer, key=lambda one: one.order)
-                self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
-                return False
-        self._unasked, self._known = None, {here.order}
+            related = ask_for_newer(self.directory, here, trust=self._store.trust).related
+        with self._changed:
+            is_asked_meanwhile = self._unasked is not here
+            if not is_asked_meanwhile:
+                self._unasked, self._known = None, {here.order}
+        if is_asked_meanwhile:
+            return self._is_sole_writer()
+        newer = [
+            one for one in related if one.order > here.order and one.run_id != self._writer.run_id
+        ]
+        if newer:
+            newest = max(newer, key=lambda one: one.order)
+            self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
+            return False
         self._writer.hold_back((), "")
         return True
 
