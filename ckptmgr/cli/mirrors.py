@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     from ckptmgr.store.store import Store
 
 
-def note_mirrors(changed: Iterable[Store]) -> None:
+_ONLY_THERE = ". What is only there keeps its keys: copy it into a directory, change them there, and copy it back"
+
+
+def note_mirrors(changed: Iterable[Store], *, are_keys: bool = False) -> None:
     """Name the mirrors of directories in which something was changed, and how it gets there."""
     from ckptmgr.remote.places import mirrors_of
 
@@ -20,5 +23,5 @@ def note_mirrors(changed: Iterable[Store]) -> None:
         for url in mirrors_of(store):
             note(
                 f"{url}, the mirror of {store.directory}, is as it was: the next run brings it up to date, or "
-                f"ckptmgr copy {store.directory} {url}"
+                f"ckptmgr copy {store.directory} {url}{_ONLY_THERE if are_keys else ''}"
             )

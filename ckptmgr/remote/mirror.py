@@ -25,7 +25,13 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptmgr.core.arguments import checked_interval
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed, StoreLocked
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    CkptmgrError,
+    KeyProblem,
+    SaveFailed,
+    StoreLocked,
+)
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
@@ -52,6 +58,7 @@ from ckptmgr.store.store import Store
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES_AT_CLOSE = 3
 _READERS = 8
+_SHOWN = 5
 _START = (0, 0, 0)
 _NOTES = {
     Uploaded.NEW: "uploaded to",
@@ -483,8 +490,25 @@ class MirrorUploads:
         with self._changed:
             missing = sorted([*missing, *changed], key=lambda one: one.order)
             self._missing = [_Upload(one) for one in missing]
+        if changed and self._store.trust.keys is not None:
+            self._name_those_under_other_keys({one.name for one in here})
         if not missing:
             self._retain()  # a run that was killed may have had that left to do
+
+    def _name_those_under_other_keys(self, here: Collection[str]) -> None:
+        """Name the checkpoints that are only there, and so keep the keys that were changed here."""
+        found = [one for one in self.listing.scan() if one.series == self._writer.series]
+        left = sorted(one.name for one in found if one.is_unproven and one.name not in here)
+        if not left:
+            return
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        error = KeyProblem(
+            f"the given keys do not prove what is only there: {', '.join(left[:_SHOWN])}{more}",
+            path=self.url,
+            hint="after a change of keys, copy them into a directory, change their keys there, and copy them back",
+        )
+        _LOG.warning("%s", error)
+        self._observers.emit("mirror", error, series=self._writer.series)
 
     def _is_changed(self, one: Checkpoint) -> bool:
         """Return whether an upload would change what is there, or say why it must not."""

@@ -494,3 +494,4 @@ def test_mirror_that_is_not_reached_is_named(runs: Path, rotation: tuple[str, ..
     assert result.exit_code == 0
     assert f"s3://bucket/run, the mirror of {runs}, is as it was" in result.stderr
     assert f"ckptmgr copy {runs} s3://bucket/run" in result.stderr
+    assert "What is only there keeps its keys" in result.stderr

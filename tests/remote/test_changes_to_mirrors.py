@@ -217,6 +217,32 @@ def test_run_with_the_new_key_brings_its_mirror_to_it(tmp_path: Path) -> None:
     assert run_with(NEW, tmp_path / "b") == 2
 
 
+def test_checkpoint_that_is_only_in_the_mirror_is_named_after_a_change_of_keys(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = new_url()
+
+    def config(key: Key) -> CheckpointConfig:
+        return CheckpointConfig(keep="last(1)", format="safetensors", enc_key=key.raw)
+
+    with CheckpointManager(tmp_path / "a", config(OLD), prefix="net", mirror=url) as manager:
+        for step in (1, 2):
+            _saved(manager, step)
+    rekey(ROTATION, directory=tmp_path / "a")
+    events: list[Event] = []
+    with CheckpointManager(
+        tmp_path / "a", config(NEW), prefix="net", mirror=url, observe=events.append
+    ) as manager:
+        manager.resume(_state(0))
+    assert "do not prove what is only there: net-1.safetensors.ckpe" in caplog.text
+    assert [one.error_type for one in events if not one.is_ok] == ["KeyProblem"]
+    # The way out that it names:
+    run("copy", f"{url}/net-1.safetensors.ckpe", tmp_path / "b")
+    rekey(ROTATION, directory=tmp_path / "b")
+    assert run("copy", tmp_path / "b", url).exit_code == 0
+    assert set(map(tuple, _openers(open_objects(url)).values())) == {(1,)}
+
+
 def test_header_that_was_damaged_there_is_mended_by_a_change(tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
     objects = open_objects(f"file://{bucket}")

@@ -237,7 +237,8 @@ class KeyChanges:
             return Exit.NO
         done = [found.plan for found in pending if self._acted(found, act)]
         self.has_changed = bool(done)
-        note_mirrors(found.one.thrown_out_of or found.one.store for found in pending)
+        stores = (found.one.thrown_out_of or found.one.store for found in pending)
+        note_mirrors(stores, are_keys=True)
         self._report(planned, done=done)
         return self._code(done=len(done))
 
