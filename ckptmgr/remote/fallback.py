@@ -7,12 +7,13 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from threading import Thread
+from threading import TIMEOUT_MAX, Thread
 from typing import NamedTuple, TypeVar
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, KeyProblem
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import parse_step_name
+from ckptmgr.core.notes import add_note
 from ckptmgr.core.trust import Trust
 from ckptmgr.io.passing_errors import is_damage, is_gone
 from ckptmgr.objects.directory import RemoteDirectory
@@ -122,7 +123,7 @@ def within(limit_s: float, ask: Callable[[], _Answer]) -> _Answer:
 
     Thread(target=run, name="ckptmgr-mirror-asked", daemon=True).start()
     try:
-        return answer.result(limit_s)
+        return answer.result(min(limit_s, TIMEOUT_MAX))
     except TimeoutError as error:
         if answer.done():
             raise
@@ -258,6 +259,11 @@ def fetch_newer(
             except (CkptmgrError, OSError) as error:
                 is_removed = is_gone(error) or isinstance(error, CheckpointNotFound)
                 if not (is_damage(error) or is_removed):
+                    add_note(
+                        error,
+                        f"ckptmgr: {directory.path / one.name} (step {one.step}) is newer than what is here (step "
+                        f"{here.step}), so that is not resumed from",
+                    )
                     raise
                 skipped.append(Skipped.because(one, error))
                 continue

@@ -272,7 +272,7 @@ class MirrorUploads:
             thread, self._is_closing = self._thread, True
             self._changed.notify_all()
         if thread is not None:
-            thread.join(self._mirror.close_timeout_s)
+            thread.join(min(self._mirror.close_timeout_s, threading.TIMEOUT_MAX))
         with self._changed:
             queued = (*self._missing, *self._waiting, self._current)
             left = [one for one in queued if one is not None]

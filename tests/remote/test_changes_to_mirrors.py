@@ -406,6 +406,20 @@ def test_copy_brings_pins_back_into_a_directory(tmp_path: Path) -> None:
     assert "was there already" in again.stdout
 
 
+def test_copy_into_a_directory_refuses_newer_keys(tmp_path: Path) -> None:
+    url = new_url()
+    save_run(directory=tmp_path / "a", steps=1)
+    run("copy", tmp_path / "a", url)
+    run("copy", url, tmp_path / "b")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()}
+    rekey(ROTATION, directory=tmp_path / "a")
+    run("copy", tmp_path / "a", url)
+    result = run("copy", url, tmp_path / "b")
+    assert result.exit_code == 13
+    assert "were changed there later than here" in result.stderr
+    assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()} == before
+
+
 def test_older_copy_takes_no_pin_and_no_key_away(tmp_path: Path) -> None:
     url = new_url()
     objects = open_objects(url)

@@ -156,8 +156,9 @@ def test_file_here_whose_manifest_is_damaged_is_not_replaced(tmp_path: Path) -> 
     (here / manifest_name("ckpt-4.ckpt")).chmod(0o600)
     (here / manifest_name("ckpt-4.ckpt")).write_text("{")
     before = (here / "ckpt-4.ckpt").read_bytes()
-    with pytest.raises(UnsafeWrite, match="another file has this name here"):
+    with pytest.raises(UnsafeWrite, match="another file has this name here") as caught:
         _train(here, url)
+    assert "ckpt-4.ckpt (step 4) is newer than what is here (step 3)" in str(caught.value.__notes__)
     assert (here / "ckpt-4.ckpt").read_bytes() == before
 
 
@@ -200,6 +201,24 @@ def test_mirror_whose_newer_ones_are_all_damaged_leaves_what_is_here(tmp_path: P
             flip(path, 100)
     found = _train(tmp_path / "a", url, config=config)
     assert (found.step, len(found.skipped)) == (2, 12)
+
+
+def test_mirror_may_be_waited_for_without_a_limit(tmp_path: Path) -> None:
+    inf = float("inf")
+    mirror = Mirror(new_url(), at_resume_s=inf, close_timeout_s=inf)
+    _train(tmp_path / "a", mirror, 2)
+    assert _train(tmp_path / "a", mirror, 1).step == 2
+
+
+def test_newer_one_whose_data_is_gone_there_is_passed_over(tmp_path: Path) -> None:
+    url = new_url()
+    _train(tmp_path / "a", url, 2)
+    _train(tmp_path / "b", url, 1)
+    objects = open_objects(url)
+    objects.delete([one.key for one in objects.list("data/") if one.key.endswith("ckpt-3.ckpt")])
+    found = _train(tmp_path / "a", url)
+    assert (found.step, found.fetched_from) == (2, None)
+    assert [one.checkpoint.name for one in found.skipped] == ["ckpt-3.ckpt"]
 
 
 def test_line_that_does_not_go_on_from_this_one_is_not_taken(tmp_path: Path) -> None:
