@@ -35,6 +35,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.core.notes import add_note
 from ckptmgr.objects.comparison import Difference
 from ckptmgr.objects.directory import RemoteDirectory, Uploaded
 from ckptmgr.objects.filesystem import remote_store
@@ -217,6 +218,8 @@ class MirrorUploads:
         """
         self._note_place()
         target = self._writer.store
+        with self._changed:
+            self._unasked = None
         if here is None:
             fetched = fetch_newest(
                 self.directory,
@@ -234,18 +237,21 @@ class MirrorUploads:
             )
         except OSError as error:
             if self._mirror.at_resume == "require":
+                add_note(
+                    error,
+                    f"ckptmgr: the mirror {self.url} must answer before this run resumes; at_resume='doubt' goes on from what "
+                    "is here",
+                )
                 raise
             return self._go_on_unasked(here, present, error)
-        with self._changed:
-            self._unasked = None
-            self._known = {here.order, *(one.order for one in answer.related)}
+        self._known = {here.order, *(one.order for one in answer.related)}
         self._writer.hold_back((), "")
         return fetch_newer(self.directory, target, here, present, damaged=damaged, answer=answer)
 
     def _go_on_unasked(
         self, here: Checkpoint, present: Sequence[Checkpoint], error: OSError
     ) -> Fetched:
-        doubt = f"the mirror was not asked: {self.url}: {error}"
+        doubt = f"the mirror was not asked: {self.url}: {error.strerror or error}"
         _LOG.warning(
             "%s; the run goes on from step %d (%s), and compares before its first upload. Until then nothing that is "
             "here now is removed",
