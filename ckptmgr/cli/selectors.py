@@ -34,6 +34,7 @@ from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_bookkeeping_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import batches
 
 OpenStore = Callable[[Path], Store]
 
@@ -47,10 +48,11 @@ _TAG = "@tag:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """Checkpoint and the store that holds it."""
+    """Checkpoint and the store that holds it; of one in the trash also the store it was thrown out of."""
 
     store: Store
     checkpoint: Checkpoint
+    thrown_out_of: Store | None = None
 
 
 def select(
@@ -60,11 +62,13 @@ def select(
     *,
     series: str | None = None,
     takes_urls: bool = False,
+    with_trash: bool = False,
 ) -> list[Selected]:
     """Return the checkpoints that selectors name, each once, in order; without a selector all.
 
     Selectors that are not paths refer to `directory`. With `takes_urls` one may be the address of a
-    checkpoint in an object store, or of all below it; without, an address is refused.
+    checkpoint in an object store, or of all below it; without, an address is refused. `with_trash`
+    adds those in the trash of each whole directory.
 
     Raises:
         CheckpointNotFound: A selector names nothing.
@@ -77,7 +81,7 @@ def select(
         if takes_urls and is_url(text):
             found = _at_address(text, open_store, series)
         else:
-            found = _select_one(text, directory, open_store, series)
+            found = _select_one(text, directory, open_store, series, with_trash=with_trash)
         for selected in found:
             chosen.setdefault(selected.checkpoint.path, selected)
     return list(chosen.values())
@@ -109,7 +113,7 @@ def select_one(
 
 def root_of(selected: Sequence[Selected], directory: Path) -> Path:
     """Return the directory of the checkpoints, or where they are of several, that of `--dir`."""
-    directories = {one.store.directory for one in selected}
+    directories = {(one.thrown_out_of or one.store).directory for one in selected}
     return directories.pop() if len(directories) == 1 else absolute(directory)
 
 
@@ -132,9 +136,15 @@ def list_selected(
 
 
 def _select_one(
-    text: str, directory: Path, open_store: OpenStore, series: str | None
+    text: str,
+    directory: Path,
+    open_store: OpenStore,
+    series: str | None,
+    *,
+    with_trash: bool = False,
 ) -> list[Selected]:
     check_path(text)
+    thrown: list[Selected] = []
     choose = _chooser(text)
     if choose is not None:
         store = open_store(directory)
@@ -146,8 +156,9 @@ def _select_one(
         is_folder = path.is_dir()
         listed = list_selected(store, series=series) if is_folder else []
         found = without_foreign(store, listed) if is_folder else [_file(store, path)]
+        thrown = _in_trash(store, open_store, series) if is_folder and with_trash else []
         place = path
-    if not found:
+    if not (found or thrown):
         if not without_foreign(store, store.scan()):
             absence = why_none(store.fs, store.directory)
             if absence is not None:
@@ -157,7 +168,16 @@ def _select_one(
             path=place,
             hint=_where_to_look(store, place),
         )
-    return [Selected(store=store, checkpoint=checkpoint) for checkpoint in found]
+    return [*(Selected(store=store, checkpoint=checkpoint) for checkpoint in found), *thrown]
+
+
+def _in_trash(store: Store, open_store: OpenStore, series: str | None) -> list[Selected]:
+    return [
+        Selected(store=open_store(batch.path), checkpoint=one, thrown_out_of=store)
+        for batch in batches(store)
+        for one in batch.checkpoints
+        if series in (None, one.series)
+    ]
 
 
 def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Selected]:

@@ -131,7 +131,7 @@ def _draft(checkpoint: Checkpoint, manifest: Manifest | None, output: Conversion
     """Return the manifest of the new file without its digest: the same save, with other keys."""
     entry = output.entry(checkpoint.path.name, FileDigest(size_bytes=0, ranges=()))
     if manifest is not None:
-        return replace(manifest, file=entry, replaces=None)
+        return manifest.changed(file=entry, replaces=None)
     return Manifest(
         file=entry,
         series=checkpoint.series,
@@ -167,7 +167,7 @@ def reencrypt_set(
             for rank, name in enumerate(names)
         )
         auth = manifest_key_of(new)
-        swap_shards(store, manifest, replace(manifest, file=entries[0], shards=entries, auth=auth))
+        swap_shards(store, manifest, manifest.changed(file=entries[0], shards=entries, auth=auth))
 
 
 def _write_shard(store: Store, own: Manifest, name: str, *, old: Keys, new: KeyRing) -> FileEntry:

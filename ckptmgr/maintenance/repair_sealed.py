@@ -160,7 +160,7 @@ class SealedRepair:
         shards = list(self._manifest.shards)
         with withdrawn_on_error(store, self._manifest.name, [order.name]):
             shards[rank] = save_items(store, order).file
-            changed = replace(self._manifest, file=shards[0], shards=tuple(shards))
+            changed = self._manifest.changed(file=shards[0], shards=tuple(shards))
             swap_shards(store, self._manifest, changed)
         self._manifest = changed
 

@@ -9,6 +9,11 @@
 * Publishing: the data, then the manifest, created on the condition that its key is free. Before
   that request the checkpoint does not exist, afterwards it is whole. Different checkpoints never
   have a data object in common, so no upload can damage another one.
+* Changing what a save keeps outside of its id (keys, pins, tags, metrics): a plain PUT over its own
+  manifest, which is read back. Where the keys of its files change, the files first open for old and
+  new keys, and after the manifest for the new ones alone; until then `UNFINISHED` follows the
+  manifest. Data that was encrypted again has another id: it is written beside the old, the manifest
+  is replaced, and the old data is removed.
 * Removing: the manifest, then the data.
 * Data without a manifest is a leftover of an interrupted upload or removal; `sweep` removes it when
   it is older than `LEFTOVER_AGE`. Other objects below `data/`, such as a data set, are not ours.
@@ -20,17 +25,28 @@ reasons.
 from __future__ import annotations
 
 import contextlib
+import enum
+import errno
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsafeWrite
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name
-from ckptmgr.formats.source import read_bytes
+from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.digest import checked_ranges
 from ckptmgr.io.filesystem import InputFile
+from ckptmgr.objects.comparison import (
+    UNFINISHED,
+    Difference,
+    Headers,
+    Side,
+    compare,
+    copy_to_keep,
+    slots_in,
+)
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects, StoredObject
 from ckptmgr.store.manifest.codec import (
@@ -76,6 +92,14 @@ def entries_of(manifest: Manifest) -> tuple[FileEntry, ...]:
     return manifest.shards or (manifest.file,)
 
 
+class Uploaded(enum.IntEnum):
+    """What an upload did: the checkpoint was there, was new, or had changed here."""
+
+    PRESENT = 0
+    NEW = 1
+    CHANGED = 2
+
+
 class RemoteDirectory:
     """The checkpoints below one prefix; `clock` returns seconds since the epoch."""
 
@@ -95,50 +119,144 @@ class RemoteDirectory:
         Raises:
             CkptmgrError: It is damaged.
         """
+        found = self._side(name)
+        return None if found is None else found.manifest
+
+    def _side(self, name: str) -> Side | None:
         key = manifest_name(name)
         try:
             data = self.objects.get(key)
         except FileNotFoundError:
             return None
-        return decode(data, path=self.path / key)
+        return Side(decode(data, path=self.path / key), data)
 
-    def upload(self, store: Store, name: str) -> bool:
-        """Upload a checkpoint of a local directory; return False if it was there already.
+    def difference(self, store: Store, name: str) -> Difference | None:
+        """Return which copy of a checkpoint is the later one; None if it is not there.
+
+        Raises:
+            CkptmgrError: A manifest is damaged, or the keys of `store` do not prove the one here.
+            FileNotFoundError: The files here are gone.
+            OSError: From the disk or the network.
+        """
+        here, there = local_side(store, name), self._side(name)
+        if there is None:
+            return None
+        with _opened_files(store, here.manifest) as files:
+            return compare(here, there, self._headers(here.manifest, files))
+
+    def has_same_keys(self, store: Store, name: str) -> bool:
+        """Return whether the files of a checkpoint have the same headers here and there."""
+        manifest = local_side(store, name).manifest
+        with _opened_files(store, manifest) as files:
+            return all(one.here == one.there for one in self._headers(manifest, files))
+
+    def upload(self, store: Store, name: str) -> Uploaded:
+        """Upload a checkpoint of a local directory, or what was changed here since its upload.
 
         The bytes are compared with the digests while they are sent, and encrypted ones stay as they
         are. Data that an interrupted upload of the same checkpoint left is used.
 
         Raises:
-            UnsafeWrite: Another checkpoint has the name there.
+            UnsafeWrite: Another checkpoint has the name there, or this one was changed there.
             CkptmgrError: The manifest is damaged or not proven by the keys of `store`, or the data
                 does not match it; nothing was published.
             FileNotFoundError: The files are gone.
             OSError: From the disk or the network.
         """
-        data = _manifest_bytes(store, name)
-        path = store.directory / manifest_name(name)
-        manifest = decode(data, path=path, trust=store.trust)
-        if manifest.replaces is not None:
-            raise BlockingIOError(f"{path}: the checkpoint is being replaced")
-        if self._is_there(manifest):
-            return False
+        here = local_side(store, name)
+        there = self._side(name)
+        if there is not None and here.data == there.data:
+            return Uploaded.PRESENT
+        with _opened_files(store, here.manifest) as files:  # before retention removes one
+            if there is None:
+                self._create(here, files)
+                return Uploaded.NEW
+            found = compare(here, there, self._headers(here.manifest, files))
+            if found is not Difference.HERE:
+                raise self._taken(here.manifest, there.manifest, found)
+            if here.manifest.id == there.manifest.id:
+                self._amend(here, there, files)
+            else:
+                self._exchange(here, there.manifest, files)
+        return Uploaded.CHANGED
+
+    def _create(self, here: Side, files: Sequence[InputFile]) -> None:
+        """Upload what is not there."""
+        manifest = here.manifest
+        self._put_missing(manifest, files)
+        try:
+            self.objects.create(manifest_name(manifest.name), here.data)
+        except FileExistsError:
+            # The answer to an attempt that succeeded may have been lost.
+            there = self._side(manifest.name)
+            if there is None:
+                raise
+            if there.manifest.id != manifest.id:
+                raise self._taken(manifest, there.manifest, Difference.OTHER) from None
+        self._put_swept(manifest, files)
+
+    def _exchange(self, here: Side, old: Manifest, files: Sequence[InputFile]) -> None:
+        """Replace a save by the same one with other data, such as under another data key."""
+        self._put_missing(here.manifest, files)
+        self._replace_manifest(here.manifest, here.data)
+        self._put_swept(here.manifest, files)
+        self.objects.delete([data_key(old, entry) for entry in entries_of(old)])
+
+    def _amend(self, here: Side, there: Side, files: Sequence[InputFile]) -> None:
+        """Replace the manifest of a save and the headers of its files."""
+        manifest = here.manifest
         entries = entries_of(manifest)
-        with contextlib.ExitStack() as opened:  # all of them, before retention removes one
-            files = [opened.enter_context(_opened(store, entry)) for entry in entries]
-            for file, entry in zip(files, entries, strict=True):
-                if not self._is_reusable(data_key(manifest, entry), entry):
-                    self._put(manifest, entry, file)
-            try:
-                self.objects.create(manifest_name(name), data)
-            except FileExistsError:
-                # The answer to an attempt that succeeded may have been lost.
-                if not self._is_there(manifest):
-                    raise
-            for file, entry in zip(files, entries, strict=True):
-                # A sweep that listed before this upload may have removed leftovers of another.
-                if self.objects.find(data_key(manifest, entry)) is None:
-                    self._put(manifest, entry, file)
-        return True
+        last: list[tuple[FileEntry, InputFile]] = []
+        for entry, file, header in zip(entries, files, self._headers(manifest, files), strict=True):
+            if header.here == header.there:
+                continue
+            old, new = slots_in(header.there), slots_in(header.here)
+            if old <= new:  # the old keys open it, too
+                self._put(manifest, entry, file)
+                continue
+            if not new <= old:
+                kept = copy_to_keep(header.there, is_switched=there.is_unfinished)
+                self._put(manifest, entry, _OpenForBoth(file, kept))
+            last.append((entry, file))
+        if last:
+            self._replace_manifest(manifest, here.data + UNFINISHED)
+        for entry, file in last:
+            self._put(manifest, entry, file)
+        self._replace_manifest(manifest, here.data)
+        self._put_swept(manifest, files)
+
+    def _replace_manifest(self, manifest: Manifest, data: bytes) -> None:
+        """Write a manifest over that of the same save, and read it back."""
+        key = manifest_name(manifest.name)
+        self.objects.put(key, [data], len(data))
+        if self.objects.get(key) != data:
+            raise ConnectionError(
+                errno.EIO, "another manifest than was written is read", str(self.path / key)
+            )
+
+    def _put_missing(self, manifest: Manifest, files: Sequence[InputFile]) -> None:
+        for file, entry in zip(files, entries_of(manifest), strict=True):
+            if not self._is_reusable(manifest, entry, file):
+                self._put(manifest, entry, file)
+
+    def _put_swept(self, manifest: Manifest, files: Sequence[InputFile]) -> None:
+        """Write data again that a sweep, which listed before this upload, took for a leftover."""
+        for file, entry in zip(files, entries_of(manifest), strict=True):
+            if self.objects.find(data_key(manifest, entry)) is None:
+                self._put(manifest, entry, file)
+
+    def _headers(self, manifest: Manifest, files: Sequence[InputFile]) -> Iterator[Headers]:
+        """Yield the bytes of each file that digests leave out, here and there."""
+        for file, entry in zip(files, entries_of(manifest), strict=True):
+            yield self._header(manifest, entry, file)
+
+    def _header(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> Headers:
+        count = min(entry.digest.blank_bytes, file.size)
+        here, there = read_bytes(file, 0, count), b""
+        if count:
+            with contextlib.suppress(FileNotFoundError):
+                there = self.objects.read(data_key(manifest, entry), 0, count)
+        return Headers(here, there)
 
     def remove(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Remove checkpoints: first all manifests, then their data."""
@@ -167,38 +285,79 @@ class RemoteDirectory:
         self.objects.delete([one.key for one in left])
         return left
 
-    def _is_there(self, manifest: Manifest) -> bool:
-        there = self.manifest(manifest.name)
-        if there is not None and there.id != manifest.id:
-            raise UnsafeWrite(
+    def _taken(self, here: Manifest, there: Manifest, found: Difference) -> UnsafeWrite:
+        """Return the error about a name that something later, or something else, has there."""
+        path = self.path / here.name
+        if found is Difference.OTHER:
+            return UnsafeWrite(
                 f"another checkpoint has this name there: step {there.step} of run {there.run_id[:8]}, saved "
-                f"{there.saved_at:%Y-%m-%d %H:%M} UTC; this one is step {manifest.step} of run {manifest.run_id[:8]}",
-                path=self.path / manifest.name,
+                f"{there.saved_at:%Y-%m-%d %H:%M} UTC; this one is step {here.step} of run {here.run_id[:8]}",
+                path=path,
                 hint="take another address for this run, or another prefix; remove the other one if it is not needed",
             )
-        return there is not None
+        what = "there" if found is Difference.THERE else "there, and in another way here"
+        return UnsafeWrite(
+            f"keys, pins, tags or metrics of this checkpoint were changed {what} (revision {there.revision}, here "
+            f"{here.revision}); it stays as it is there",
+            path=path,
+            hint="another directory has this mirror, too: change them in that one, or remove the checkpoint in one place",
+        )
 
-    def _is_reusable(self, key: str, entry: FileEntry) -> bool:
-        """Return whether the data is there, and so new that no sweep removes it meanwhile."""
-        found = self.objects.find(key)
+    def _is_reusable(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> bool:
+        """Return whether the data is there, and so new that no sweep removes it meanwhile.
+
+        Its keys may have changed here since the upload that left it.
+        """
+        found = self.objects.find(data_key(manifest, entry))
         if found is None or found.size_bytes != entry.digest.size_bytes:
             return False
-        return found.modified_at > datetime.fromtimestamp(self._clock(), UTC) - _REUSED_AGE
+        if found.modified_at <= datetime.fromtimestamp(self._clock(), UTC) - _REUSED_AGE:
+            return False
+        header = self._header(manifest, entry, file)
+        return header.here == header.there
 
-    def _put(self, manifest: Manifest, entry: FileEntry, file: InputFile) -> None:
+    def _put(self, manifest: Manifest, entry: FileEntry, file: Source) -> None:
         pieces = checked_ranges(file, entry.digest, path=entry.name)
         self.objects.put(data_key(manifest, entry), pieces, entry.digest.size_bytes)
 
 
-def _manifest_bytes(store: Store, name: str) -> bytes:
+class _OpenForBoth:
+    """A container whose first header copy is the new one, and whose second is that of there.
+
+    A local change of keys that is cut between its two writes leaves the same: the keys of both
+    copies open it.
+    """
+
+    def __init__(self, file: InputFile, old: bytes) -> None:
+        self.size = file.size
+        self._file = file
+        self._at, self._old = len(old), old
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with the bytes from `offset` on."""
+        self._file.read_into(offset, buffer)
+        start, end = max(offset, self._at), min(offset + len(buffer), self._at + len(self._old))
+        if start < end:
+            buffer[start - offset : end - offset] = self._old[start - self._at : end - self._at]
+
+
+def local_side(store: Store, name: str) -> Side:
+    """Return the manifest of a checkpoint here; raises as `RemoteDirectory.difference`."""
     path = store.directory / manifest_name(name)
     with contextlib.closing(store.fs.open(path)) as file:
         if file.size > MAX_MANIFEST_BYTES:
             raise CorruptCheckpoint(f"has {file.size} bytes, which no manifest has", path=path)
-        return read_bytes(file, 0, file.size)
+        data = read_bytes(file, 0, file.size)
+    manifest = decode(data, path=path, trust=store.trust)
+    if manifest.replaces is not None:
+        raise BlockingIOError(f"{path}: the checkpoint is being replaced")
+    return Side(manifest, data)
 
 
 @contextlib.contextmanager
-def _opened(store: Store, entry: FileEntry) -> Iterator[InputFile]:
-    with contextlib.closing(store.open_data(store.directory / entry.name)) as file:
-        yield file
+def _opened_files(store: Store, manifest: Manifest) -> Iterator[list[InputFile]]:
+    with contextlib.ExitStack() as opened:
+        yield [
+            opened.enter_context(contextlib.closing(store.open_data(store.directory / entry.name)))
+            for entry in entries_of(manifest)
+        ]

@@ -11,7 +11,7 @@
 | `save.skipped` | no rule of `keep` would keep it (`save_only_kept`) | the reason |
 | `load`, `resume`, `verify` | afterwards | resume: skipped, starts; skipped checkpoints and why |
 | `prune` | checkpoints were removed, or should have been | kept, dropped, freed_bytes |
-| `mirror` | an upload to the mirror ended | its address |
+| `mirror` | an upload to the mirror ended, or the mirror did not answer, or stopped the run | its address, or why |
 | `mirror.skipped` | a checkpoint is never uploaded | why |
 | `mirror.pruned` | the policy of the mirror removed checkpoints there | dropped, freed_bytes |
 | `mirror.unfinished` | the run ended before all uploads | left |

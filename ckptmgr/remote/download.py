@@ -9,6 +9,8 @@ of a local save: the manifest, then the data; of a sharded checkpoint the data, 
 from __future__ import annotations
 
 import contextlib
+import errno
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,7 @@ from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.io.digest import check_range
 from ckptmgr.io.filesystem import OutputFile, discard
+from ckptmgr.objects.comparison import Difference, Side
 from ckptmgr.objects.directory import RemoteDirectory, data_key, entries_of
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, decode, manifest_name
 from ckptmgr.store.store import Store
@@ -26,14 +29,21 @@ from ckptmgr.store.store import Store
 _READERS = 4
 
 
-def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
+def download(
+    source: RemoteDirectory, name: str, target: Store, *, damaged: Collection[str] = ()
+) -> Checkpoint:
     """Download one checkpoint; the lease of its series in `target` must be held.
 
-    The keys of `target` must prove its manifest, which is stored as it is.
+    `damaged` are ids of checkpoints in `target` that are known to be damaged: the same one from
+    there takes their place.
+
+    The keys of `target` must prove its manifest, which is stored as it is. Of one that is here
+    already, pins, tags and metrics that were changed there later are taken.
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.
-        UnsafeWrite: The directory has another file of this name, or it is no name of a checkpoint.
+        UnsafeWrite: The directory has another file of this name, or the same with older keys; or
+            it is no name of a checkpoint.
         KeyProblem: The keys do not prove the manifest.
         CorruptCheckpoint: Manifest or data is damaged; no name has appeared.
         OSError: From the disk or the network.
@@ -50,13 +60,20 @@ def download(source: RemoteDirectory, name: str, target: Store) -> Checkpoint:
     except FileNotFoundError:
         raise CheckpointNotFound("no such checkpoint", path=source.path / name) from None
     manifest = decode(data, path=source.path / key, trust=target.trust)
-    found = _whole(target, manifest)
+    found = None if manifest.id in damaged else _whole(target, manifest)
     if found is not None:
-        return found
+        return _brought_up_to_date(source, Side(manifest, data), target, found)
     target.make_directory()
     entries = entries_of(manifest)
     target.publisher.check_space(sum(entry.digest.size_bytes for entry in entries))
     parts = [_fetched(source, manifest, entry, target) for entry in entries]
+    if source.objects.get(key) != data:
+        # Its keys may have changed meanwhile; the next call keeps all ranges that digests cover.
+        raise ConnectionError(
+            errno.EAGAIN,
+            "its manifest was changed during the download; try again",
+            str(source.path / key),
+        )
     publish_manifest = partial(
         target.manifests.write,
         target.directory / key,
@@ -98,6 +115,32 @@ def _whole(target: Store, manifest: Manifest) -> Checkpoint | None:
     )
 
 
+def _brought_up_to_date(
+    source: RemoteDirectory, there: Side, target: Store, found: Checkpoint
+) -> Checkpoint:
+    """Take the pins, tags and metrics of a checkpoint that is here if they were changed there later.
+
+    Raises:
+        UnsafeWrite: Its keys were, or both were changed.
+    """
+    difference = source.difference(target, found.name)
+    if difference not in (Difference.THERE, Difference.BOTH):
+        return found
+    if difference is Difference.BOTH or not source.has_same_keys(target, found.name):
+        raise UnsafeWrite(
+            "its keys, pins, tags or metrics were changed there later than here"
+            + (", and others here" if difference is Difference.BOTH else ""),
+            path=target.directory / found.name,
+            hint="to take it from there, move it and its manifest away first",
+        )
+    path = target.directory / manifest_name(found.name)
+    status = target.fs.status(path)
+    mode = target.file_mode if status is None else status.mode
+    target.manifests.write(path, there.data, series=found.series, mode=mode, is_durable=True)
+    target.fs.sync_directory(target.directory)
+    return there.manifest.to_checkpoint(target.directory)
+
+
 def _fetched(source: RemoteDirectory, manifest: Manifest, entry: FileEntry, target: Store) -> Path:
     """Write the data into its hidden file; return the path of that."""
     fs, digest = target.fs, entry.digest
@@ -135,7 +178,8 @@ def _good_ranges(target: Store, part: Path, entry: FileEntry) -> set[int]:
     """Return the ranges that an earlier download has written; none of a file that is too long."""
     digest, good = entry.digest, set()
     with contextlib.closing(target.fs.open(part)) as file:
-        for index in range(len(digest.ranges)):
+        # Digests leave out the header of a container, which may have changed since.
+        for index in range(-(-digest.blank_bytes // digest.range_bytes), len(digest.ranges)):
             start = index * digest.range_bytes
             data = bytearray(min(digest.range_bytes, digest.size_bytes - start))
             if start + len(data) > file.size:

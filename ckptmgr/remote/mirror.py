@@ -5,6 +5,11 @@ A save does not wait for its upload. The newest checkpoint goes first; an older 
 retention removes meanwhile, or that is one too many in the queue, is not uploaded, and the event
 `mirror.skipped` and the handle of its save say so. A failed upload is tried again, after pauses
 that double, and never stops the training.
+
+What was changed here after its upload (keys, pins, tags, metrics) is brought there when the run
+resumes, when it pins or records, and when it ends. A run that resumed without an answer of the
+mirror compares before its first upload; a newer checkpoint of its line there stops it, as a rival
+does.
 """
 
 from __future__ import annotations
@@ -12,19 +17,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import PurePath
+from typing import Literal
 
 from ckptmgr.core.arguments import checked_interval
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    CkptmgrError,
+    KeyProblem,
+    SaveFailed,
+    StoreLocked,
+)
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
 from ckptmgr.core.names import check_is_run
-from ckptmgr.objects.directory import RemoteDirectory
+from ckptmgr.core.notes import add_note
+from ckptmgr.objects.comparison import Difference
+from ckptmgr.objects.directory import RemoteDirectory, Uploaded
 from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
@@ -33,12 +47,27 @@ from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.retention import plan, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.remote.fallback import Fetched, fetch_newest
+from ckptmgr.remote.fallback import (
+    Fetched,
+    ask_for_newer,
+    fetch_newer,
+    fetch_newest,
+    within,
+)
+from ckptmgr.remote.places import note_mirror
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 _MOST_FAILURES_AT_CLOSE = 3
+_READERS = 8
+_SHOWN = 5
+_START = (0, 0, 0)
+_NOTES = {
+    Uploaded.NEW: "uploaded to",
+    Uploaded.CHANGED: "brought up to date at",
+    Uploaded.PRESENT: "was there already:",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +81,9 @@ class Mirror:
         queue: Most checkpoints that wait for their upload; of more the oldest are skipped.
         close_timeout_s: How long the end of the run waits for uploads, in seconds.
         retry_s: Pause before a failed upload is tried again, in seconds; it doubles up to a minute.
+        at_resume: Where the mirror does not answer when a run resumes: `doubt` goes on from what is
+            here and says so; `require` raises.
+        at_resume_s: How long `resume` waits for that answer, in seconds.
     """
 
     url: str
@@ -60,6 +92,8 @@ class Mirror:
     queue: int = 8
     close_timeout_s: float = 600.0
     retry_s: float = 1.0
+    at_resume: Literal["doubt", "require"] = "doubt"
+    at_resume_s: float = 60.0
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -72,7 +106,11 @@ class Mirror:
         if isinstance(self.keep, str):
             object.__setattr__(self, "keep", parse_policy(self.keep))
         checked_interval("queue", self.queue)
-        for name in ("close_timeout_s", "retry_s"):
+        if self.at_resume not in ("doubt", "require"):
+            raise ValueError(
+                f"at_resume of a Mirror is 'doubt' or 'require', but got {self.at_resume!r}"
+            )
+        for name in ("close_timeout_s", "retry_s", "at_resume_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name} of a Mirror is a number of seconds, but got {value!r}")
@@ -138,6 +176,11 @@ class MirrorUploads:
         self._has_to_catch_up = False
         self._failures = 0
         self._has_swept = False
+        self._has_noted = False
+        self._has_said_rival = False
+        self._known: set[tuple[int, int, int]] | None = None  # what was there at the start
+        self._unasked: Checkpoint | None = None
+        self._compared: dict[str, Checkpoint] = {}  # name to what is there as it is here
 
     def forget_parent(self) -> None:
         """Upload nothing in a forked child: its parent does, and the library has no threads here."""
@@ -161,35 +204,98 @@ class MirrorUploads:
         return replace(handle, mirrored=done)
 
     def catch_up(self) -> None:
-        """Upload the checkpoints that an earlier run of this series has saved, but not uploaded."""
+        """Upload what an earlier run of this series has saved or changed, but not uploaded."""
         if self._is_of_parent:
             return
         with self._changed:
             self._has_to_catch_up = True
             self._start()
 
-    def fetch_newest(self) -> Fetched:
-        """Download the newest checkpoint of the series; see `fallback.fetch_newest`."""
-        return fetch_newest(
-            self.directory, self.listing, self._writer.store, series=self._writer.series
+    def fetch(
+        self, here: Checkpoint | None, present: Sequence[Checkpoint], damaged: Collection[str]
+    ) -> Fetched:
+        """Download what is newer there than `here`, or the newest of the series if that is None.
+
+        Errors and arguments as of `fallback.fetch_newer` and `fetch_newest`. Where the mirror does
+        not answer, the run goes on from `here`, in doubt, unless `at_resume` requires an answer.
+        """
+        self._note_place()
+        target = self._writer.store
+        with self._changed:
+            self._unasked = None
+        if here is None:
+            fetched = fetch_newest(
+                self.directory,
+                self.listing,
+                target,
+                series=self._writer.series,
+                damaged=damaged,
+            )
+            self._known = {_START, *(one.checkpoint.order for one in fetched.skipped)}
+            return fetched
+        try:
+            answer = within(
+                self._mirror.at_resume_s,
+                lambda: ask_for_newer(self.directory, here, trust=target.trust),
+            )
+        except OSError as error:
+            if self._mirror.at_resume == "require":
+                add_note(
+                    error,
+                    f"ckptmgr: the mirror {self.url} must answer before this run resumes; at_resume='doubt' goes on from what "
+                    "is here",
+                )
+                raise
+            return self._go_on_unasked(here, present, error)
+        self._known = {here.order, *(one.order for one in answer.related)}
+        self._writer.hold_back((), "")
+        return fetch_newer(self.directory, target, here, present, damaged=damaged, answer=answer)
+
+    def _go_on_unasked(
+        self, here: Checkpoint, present: Sequence[Checkpoint], error: OSError
+    ) -> Fetched:
+        doubt = f"the mirror was not asked: {self.url}: {error.strerror or error}"
+        _LOG.warning(
+            "%s; the run goes on from step %d (%s), and compares before its first upload. Until then nothing that is "
+            "here now is removed",
+            doubt,
+            here.step,
+            here.path,
         )
+        self._observers.emit("mirror", error, series=self._writer.series, notes=(doubt,))
+        self._writer.hold_back(present, f"the mirror {self.url} was not asked yet")
+        with self._changed:
+            self._unasked = here
+        return Fetched(None, doubt=doubt)
+
+    def _note_place(self) -> None:
+        """Note the address beside the run, for the commands that change keys, pins and tags."""
+        if not self._has_noted:
+            self._has_noted = note_mirror(self._writer.store, self._writer.series, self.url)
 
     def close(self) -> list[str]:
         """Wait for the uploads, up to the limit of the mirror; return the names of the others."""
-        if self._writer.has_saved:
+        if self._writer.has_saved and self._writer.rival is None:
             self.catch_up()  # a save in an emergency has no handle that was followed
         with self._changed:
             thread, self._is_closing = self._thread, True
             self._changed.notify_all()
         if thread is not None:
-            thread.join(self._mirror.close_timeout_s)
+            thread.join(min(self._mirror.close_timeout_s, threading.TIMEOUT_MAX))
         with self._changed:
             queued = (*self._missing, *self._waiting, self._current)
             left = [one for one in queued if one is not None]
+            is_behind, self._has_to_catch_up = self._has_to_catch_up, False
             self._waiting, self._missing, self._thread, self._is_closing = [], [], None, False
         for one in left:
             self._fail(one, SaveFailed("the run ended before it was uploaded"))
         names = [one.checkpoint.name for one in left]
+        if is_behind and not names:
+            _LOG.warning(
+                "%s: not compared when the run ended: it may lack what was saved, pinned, recorded or given other keys "
+                "here; the next run with this mirror brings it there, or ckptmgr copy does",
+                self.url,
+            )
         if names:
             _LOG.warning(
                 "%s: not uploaded when the run ended: %s; the next run with this mirror uploads what is here, or "
@@ -207,6 +313,10 @@ class MirrorUploads:
         return names
 
     def _add(self, upload: _Upload) -> None:
+        self._note_place()
+        if self._writer.rival is not None:
+            self._fail(upload, self._writer.rival)
+            return
         with self._changed:
             self._waiting.append(upload)
             skipped = self._waiting[: -self._mirror.queue]
@@ -235,7 +345,9 @@ class MirrorUploads:
                 if not has_to_catch_up and queue:
                     upload = self._current = queue.pop()
             try:
-                if has_to_catch_up:
+                if not self._is_sole_writer():
+                    pass
+                elif has_to_catch_up:
                     self._find_missing()
                 elif upload is not None:
                     self._carry_out(upload)
@@ -263,7 +375,7 @@ class MirrorUploads:
         one, store = upload.checkpoint, self._store
         started = time.perf_counter()
         try:
-            is_new = self.directory.upload(store, one.name)
+            outcome = self.directory.upload(store, one.name)
         except FileNotFoundError as error:
             now = store.look(one.name)
             if now is not None and now.id == one.id:
@@ -274,9 +386,11 @@ class MirrorUploads:
         except CkptmgrError as error:  # the next attempt would meet the same
             _LOG.warning("%s is not uploaded to %s: %s", one.path, self.url, error)
             self._emit_failure(one, error)
+            self._compared[one.name] = one
             self._fail(upload, error)
             return
-        note = f"uploaded to {self.url}" if is_new else f"was there already: {self.url}"
+        self._compared[one.name] = one
+        note = f"{_NOTES[outcome]} {self.url}"
         seconds = time.perf_counter() - started
         self._observers.emit("mirror", **about(one) | Facts(seconds=seconds, notes=(note,)))
         if not upload.done.done():
@@ -320,28 +434,128 @@ class MirrorUploads:
         runs = self._writer.own_runs
         return [one for one in present if one.run_id in runs and one.series == self._writer.series]
 
-    def _find_missing(self) -> None:
-        """Add the intact local checkpoints that the mirror lacks and that its policy keeps."""
-        there = set(self.directory.names())
+    def _is_sole_writer(self) -> bool:
+        """Return whether no other run of this line has saved there; one that has stops this run.
+
+        Only a run that could not ask when it resumed asks again.
+        """
+        here = self._unasked
+        if self._writer.rival is not None:
+            self._stop(self._writer.rival)
+            return False
+        if here is None:
+            return True
+        related: Sequence[Checkpoint] = ()
+        if self._writer.resumed_from is not None:  # not started anew since
+            related = ask_for_newer(self.directory, here, trust=self._store.trust).related
         with self._changed:
-            there |= {one.checkpoint.name for one in self._waiting}
-        here = self._own(self._store.scan())
-        missing = [one for one in here if one.state is State.OK and one.name not in there]
+            is_asked_meanwhile = self._unasked is not here
+            if not is_asked_meanwhile:
+                self._unasked, self._known = None, {here.order}
+        if is_asked_meanwhile:
+            return self._is_sole_writer()
+        newer = [
+            one for one in related if one.order > here.order and one.run_id != self._writer.run_id
+        ]
+        if newer:
+            newest = max(newer, key=lambda one: one.order)
+            self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
+            return False
+        self._writer.hold_back((), "")
+        return True
+
+    def _stop(self, error: StoreLocked) -> None:
+        """Refuse the saves of the run from now on, and give up all uploads."""
+        if self._writer.rival is None:
+            self._writer.rival = error
+            _LOG.warning("%s", error)
+            self._observers.emit("mirror", error, series=self._writer.series)
+        with self._changed:
+            queued = (*self._missing, *self._waiting, self._current)
+            self._missing, self._waiting, self._has_to_catch_up = [], [], False
+        for one in queued:
+            if one is not None:
+                self._fail(one, error)
+
+    def _find_missing(self) -> None:
+        """Add the intact local checkpoints that the mirror lacks and that its policy keeps.
+
+        Also those that have changed since they were compared with the mirror.
+        """
+        names = set(self.directory.names())
+        with self._changed:
+            waiting = {one.checkpoint.name for one in self._waiting}
+        here = [one for one in self._own(self._store.scan()) if one.state is State.OK]
+        here = [one for one in here if one.name not in waiting]
+        both = [one for one in here if one.name in names and self._compared.get(one.name) != one]
+        with ThreadPoolExecutor(_READERS) as pool:
+            is_changed = list(pool.map(self._is_changed, both))
+        changed = [one for one, is_so in zip(both, is_changed, strict=True) if is_so]
+        missing = [one for one in here if one.name not in names]
         policy = self._mirror.policy
         if policy is not None and missing:
             kept = self._plan([*self._own(self.listing.scan()), *missing], policy).kept
             missing = [one for one in missing if one in kept]
         with self._changed:
-            missing.sort(key=lambda one: one.order)
+            missing = sorted([*missing, *changed], key=lambda one: one.order)
             self._missing = [_Upload(one) for one in missing]
+        if changed and self._store.trust.keys is not None:
+            self._name_those_under_other_keys({one.name for one in here})
         if not missing:
             self._retain()  # a run that was killed may have had that left to do
+
+    def _name_those_under_other_keys(self, here: Collection[str]) -> None:
+        """Name the checkpoints that are only there, and so keep the keys that were changed here."""
+        found = [one for one in self.listing.scan() if one.series == self._writer.series]
+        left = sorted(one.name for one in found if one.is_unproven and one.name not in here)
+        if not left:
+            return
+        more = f" and {len(left) - _SHOWN} more" if len(left) > _SHOWN else ""
+        error = KeyProblem(
+            f"the given keys do not prove what is only there: {', '.join(left[:_SHOWN])}{more}",
+            path=self.url,
+            hint="after a change of keys, copy them into a directory, change their keys there, and copy them back",
+        )
+        _LOG.warning("%s", error)
+        self._observers.emit("mirror", error, series=self._writer.series)
+
+    def _is_changed(self, one: Checkpoint) -> bool:
+        """Return whether an upload would change what is there, or say why it must not."""
+        try:
+            found = self.directory.difference(self._store, one.name)
+        except (FileNotFoundError, BlockingIOError):
+            return False  # it was removed here, or is being replaced
+        except CkptmgrError:
+            return True  # the upload says so
+        if found is Difference.SAME:
+            self._compared[one.name] = one
+        return found is not Difference.SAME
 
     def _plan(self, own: list[Checkpoint], policy: RetentionPolicy) -> Plan:
         applied, _ = without_unranked(own, policy)
         newest = max(own, key=lambda one: one.order)
-        protected = {newest.path: "uploaded last"}
+        pinned = {one.name for one in self._store.scan() if one.pins}
+        protected = {one.path: "pinned here" for one in own if one.name in pinned}
+        rivals = self._of_rivals(own)
+        protected |= {one.path: "saved since this run began" for one in rivals}
+        if rivals and not self._has_said_rival:
+            self._has_said_rival = True
+            _LOG.warning(
+                "%s: another run of this line saves there, too, up to %s; nothing of it is removed. End one of the two, or "
+                "give it an address of its own",
+                self.url,
+                rivals[-1].name,
+            )
+        protected[newest.path] = "uploaded last"
         return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
+
+    def _of_rivals(self, own: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return those that an ancestor saved after this run was resumed from it."""
+        began = self._writer.resumed_from
+        if began is None or self._known is None:
+            return []
+        newest = max(began.order, *self._known)
+        return [one for one in own if one.run_id != self._writer.run_id and one.order > newest]
 
     def _retain(self) -> None:
         """Apply the policy of the mirror to its checkpoints; a failure is logged."""
@@ -367,3 +581,13 @@ class MirrorUploads:
             self._observers.emit(
                 "mirror.pruned", series=self._writer.series, figures=figures, notes=notes
             )
+
+
+def _rival(newer: Checkpoint, here: Checkpoint, address: str) -> StoreLocked:
+    return StoreLocked(
+        f"the mirror has step {newer.step} of another run of this line, saved {newer.saved_at:%Y-%m-%d %H:%M:%S} UTC, and "
+        f"this run went on from step {here.step} while it did not answer; nothing is saved, uploaded or removed any more",
+        path=address,
+        hint="resume() goes on from what is there; to go on from what is here, end the other run, and give this one a mirror "
+        "at an address of its own",
+    )

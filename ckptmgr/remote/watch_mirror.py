@@ -3,7 +3,8 @@
 
 It only reads in the directories, so live runs of others may write there. An upload that is given up
 leaves data that the next one uses; the mirror is listed before the first upload, so a
-restart goes on where the last watch stopped. After a failure, the requests for that directory are
+restart goes on where the last watch stopped. What is there already is compared, and brought up to
+date. After a failure, the requests for that directory are
 tried again after pauses that double.
 """
 
@@ -95,7 +96,7 @@ class _Place:
     remote: RemoteDirectory
     listing: Store
     wanted: dict[str, Checkpoint] = field(default_factory=dict)
-    there: set[tuple[str, str | None]] | None = None
+    there: set[str] | None = None
     failures: int = 0
     retry_at: float = 0.0
     has_swept: bool = False
@@ -238,7 +239,7 @@ class WatchMirror:
                 return
             if one is not None and upload.outcome != "failed":
                 if place.there is not None and upload.outcome in ("uploaded", "present"):
-                    place.there.add((one.name, one.id))
+                    place.there.add(one.name)
                 place.wanted = {n: other for n, other in place.wanted.items() if other != one}
             self._ended.append(upload)
         self._wake()
@@ -247,10 +248,10 @@ class WatchMirror:
         found = place.listing.scan()
         removed: tuple[Checkpoint, ...] = ()
         problem = None
-        if self._keep is not None and self._dropped(found, self._keep):
+        if self._keep is not None and self._dropped(place, found, self._keep):
             removed, problem = self._retain(place)  # a watch that was killed had that left to do
         with self._changed:
-            place.there = {(one.name, one.id) for one in found if one not in removed}
+            place.there = {one.name for one in found if one not in removed}
         return Upload(
             directory=place.path,
             address=place.address,
@@ -263,13 +264,14 @@ class WatchMirror:
         started = time.perf_counter()
         address = f"{place.address}/{one.name}"
         done = Upload(directory=place.path, address=address, outcome="present", checkpoint=one)
-        if place.there is not None and (one.name, one.id) in place.there:
-            return done
-        if one.path not in self._kept([*place.listing.scan(), one]):
+        is_there = place.there is not None and one.name in place.there
+        if not is_there and one.path not in self._kept(place, [*place.listing.scan(), one]):
             return replace(done, outcome="left out")
         if not place.remote.upload(place.store, one.name):
             return done
         removed, problem = self._retain(place)
+        if place.there is not None:
+            place.there -= {gone.name for gone in removed}
         return replace(
             done,
             outcome="uploaded",
@@ -295,21 +297,28 @@ class WatchMirror:
             problem=problem,
         )
 
-    def _kept(self, found: Sequence[Checkpoint]) -> frozenset[Path]:
+    def _kept(self, place: _Place, found: Sequence[Checkpoint]) -> frozenset[Path]:
         """Return the paths of those that the policy of the mirror keeps there."""
         if self._keep is None:
             return frozenset(one.path for one in found)
         return frozenset(one.path for one in found) - {
-            gone.path for gone in self._dropped(found, self._keep)
+            gone.path for gone in self._dropped(place, found, self._keep)
         }
 
-    def _dropped(self, found: Sequence[Checkpoint], keep: RetentionPolicy) -> list[Checkpoint]:
+    def _dropped(
+        self, place: _Place, found: Sequence[Checkpoint], keep: RetentionPolicy
+    ) -> list[Checkpoint]:
         now = datetime.fromtimestamp(self._clock(), UTC)
+        pinned = {one.name for one in place.store.scan() if one.pins}
+
+        def spared(one: Checkpoint) -> str | None:
+            return "pinned here" if one.name in pinned else None
+
         dropped: list[Checkpoint] = []
         for counted in counted_together(found):
             history = [one for line in counted.lines for one in line.checkpoints]
             applied, _ = without_unranked(history, keep)
-            dropped += plan_with(counted, {}, applied, now).dropped
+            dropped += plan_with(counted, {}, applied, now, spared).dropped
         return dropped
 
     def _retain(self, place: _Place) -> tuple[tuple[Checkpoint, ...], str | None]:
@@ -317,7 +326,7 @@ class WatchMirror:
         if self._keep is None:
             return (), None
         try:
-            dropped = self._dropped(place.listing.scan(), self._keep)
+            dropped = self._dropped(place, place.listing.scan(), self._keep)
             place.remote.remove(dropped)
             if not place.has_swept:
                 place.remote.sweep()

@@ -241,9 +241,10 @@ class RemoteWriter(SeriesWriter):
         return []
 
     def check_can_change(self) -> None:
-        """Raise: a manifest there is created and removed, but never replaced."""
+        """Raise: no copy here could repeat a change of a manifest there."""
         raise UnsupportedCheckpoint(
-            "pins, and metrics after the save, have no effect in an object store: manifests there are not changed",
+            "pins, and metrics after the save, have no effect in an object store for a run without a directory: no copy here "
+            "could repeat a change that was cut",
             path=self.listing.directory,
             hint="give the metrics to save(), or keep the run in a directory with mirror=URL",
         )

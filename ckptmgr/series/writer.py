@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -124,6 +124,8 @@ class SeriesWriter:
         self.resumed_from: Checkpoint | None = None
         self._last_saved: Checkpoint | None = None
         self._damaged: dict[tuple[Path, str | None], str] = {}
+        self.rival: StoreLocked | None = None
+        self._held_back: dict[Path, str] = {}
         self._clock = clock
         self._monotonic = monotonic
         self._pause = pause
@@ -255,6 +257,8 @@ class SeriesWriter:
             self.run_id = uuid.uuid4().hex
         self.resumed_from, self.parent_run_ids = None, ()
         self.starts_anew = True
+        self.rival = None
+        self.hold_back((), "")
 
     @property
     def has_saved(self) -> bool:
@@ -268,13 +272,18 @@ class SeriesWriter:
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Continue the run of a checkpoint: its checkpoints now count as those of this run."""
-        self.resumed_from, self.starts_anew = checkpoint, False
+        self.resumed_from, self.starts_anew, self.rival = checkpoint, False, None
+        self._damaged.pop((checkpoint.path, checkpoint.id), None)  # a mirror had it whole
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)
             # A file of no run has the run id "", which must not make other such files ours.
             self.parent_run_ids = tuple(
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
+
+    def hold_back(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
+        """Keep these checkpoints, and no longer those of the last call, whatever the policy says."""
+        self._held_back = {one.path: why for one in checkpoints}
 
     def belong_to(self, run: SeriesWriter) -> None:
         """Save for the run of another writer, in a series of this one's own."""
@@ -285,9 +294,11 @@ class SeriesWriter:
         """Take the lease, and choose the name and the position of a save.
 
         Raises:
-            StoreLocked: Another live process writes this series.
+            StoreLocked: Another live process writes this series, or its mirror.
         """
         self.open()
+        if self.rival is not None:
+            raise self.rival
         options = job.options or self.options
         present = self.present_at(job.facts.step)
         name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
@@ -469,7 +480,7 @@ class SeriesWriter:
         return datetime.fromtimestamp(self._clock(), UTC)
 
     def _protected(self) -> dict[Path, str]:
-        protected = {}
+        protected = dict(self._held_back)
         if self.resumed_from is not None:
             protected[self.resumed_from.path] = "resumed from"
         if self._last_saved is not None:
@@ -502,6 +513,8 @@ class SeriesWriter:
         A failed removal is logged and not raised, because the save succeeded.
         """
         started = time.perf_counter()
+        if self.rival is not None:
+            return None
         try:
             with defer_signals(), self.changing:
                 decided = self._decided(policy)
@@ -527,11 +540,8 @@ class SeriesWriter:
                 replaced = replaced_emergencies(
                     newest, present, self.own_runs, has_restarts=has_restarts
                 )
-                dropped = [
-                    one
-                    for one in replaced
-                    if self.resumed_from is None or one.path != self.resumed_from.path
-                ]
+                protected = self._protected().keys() - {newest.path}
+                dropped = [one for one in replaced if one.path not in protected]
                 needed = [one for one in present if one.path == newest.path]
                 failures = self.remove(dropped if needed else [], present, needed=needed)
         except OSError as error:

@@ -308,7 +308,7 @@ class Store:
                 path=checkpoint.path,
             )
         self.check_rewritable(checkpoint)
-        changed = change(manifest)
+        changed = change(manifest).changed()
         self.update_manifest(changed)
         return changed
 

@@ -113,7 +113,8 @@ class CheckpointManager:
             give and get the layout. Default: the context that `set_auto_parallel_context` set.
         mirror: An object store that gets a copy of each checkpoint, uploaded in the background: an
             address such as `s3://bucket/run`, or a `Mirror` with a retention policy of its own.
-            `resume` downloads its newest checkpoint where none is here. Not with a coordinator.
+            `resume` downloads its newest checkpoint if that is newer than those here. Not with a
+            coordinator.
         grace: Seconds between the signal that announces the end of the process and its end, for
             `should_stop`; None to stop at once.
         fs: The disk.
@@ -249,8 +250,9 @@ class CheckpointManager:
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
-        With a mirror, where none is here, the newest one of the mirror is downloaded first;
-        `fetched_from` of the result says so.
+        With a mirror, one of the same line of runs that is newer there is downloaded first, also
+        where the newest one here is damaged; `fetched_from` of the result says so. Where the mirror
+        does not answer, `doubt` says so, unless the `Mirror` requires an answer.
 
         Where several runs share the series, it is that of the run that saved last; but a run that
         neither resumed nor asked for a new start gives way to one that reached a later step.
@@ -310,10 +312,9 @@ class CheckpointManager:
                     data=self._data,
                     allow_bare=allow_bare,
                     needs_same_division=self._needs_same_division,
-                    fetch=None if self._mirror is None else self._mirror.fetch_newest,
+                    fetch=None if self._mirror is None else self._mirror.fetch,
                 )
-            if self._mirror is not None:
-                self._mirror.catch_up()
+            self._bring_to_mirror()
             if found.checkpoint is not None:
                 facts |= about(found.checkpoint)
             facts["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
@@ -566,10 +567,12 @@ class CheckpointManager:
             UnsupportedCheckpoint: It has no manifest.
         """
         self._catalog.change_pins(checkpoint, lambda pins: (*pins, Pin(name=name, reason=reason)))
+        self._bring_to_mirror()
 
     def unpin(self, checkpoint: Checkpoint | int | str) -> None:
         """Remove all pins of a checkpoint."""
         self._catalog.change_pins(checkpoint, lambda pins: ())
+        self._bring_to_mirror()
 
     def record(self, checkpoint: Checkpoint | int | str, metrics: Mapping[str, float]) -> None:
         """Add metrics that were measured after the save, durably; the next save ranks by them.
@@ -589,6 +592,11 @@ class CheckpointManager:
         checked = checked_metrics(metrics)
         self.wait()
         self._catalog.add_metrics(checkpoint, checked)
+        self._bring_to_mirror()
+
+    def _bring_to_mirror(self) -> None:
+        if self._mirror is not None:
+            self._mirror.catch_up()
 
     def plan(self) -> Plan:
         """Return the plan of the retention policy, without applying it."""

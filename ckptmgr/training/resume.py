@@ -13,12 +13,12 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.model import UNUSABLE, Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
@@ -52,6 +52,7 @@ _LOG = logging.getLogger(__name__)
 _MAX_BYTES = 4096  # of the file of starts
 _MANY_STARTS = 3
 _Loaded = TypeVar("_Loaded")
+Fetch = Callable[[Checkpoint | None, Sequence[Checkpoint], Set[str]], "Fetched"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +71,13 @@ class Resumption:
             included.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
-        fetched_from: Address of the checkpoint in the mirror, if it was downloaded because there was
-            none here; else None.
+        fetched_from: Address of the checkpoint in the mirror, if it was downloaded because it is
+            newer than all here; else None.
         is_inside_epoch: Whether a pass over `batches` had not ended when the checkpoint was saved.
         doubt: Why the genuine checkpoint is probably an older file under its name, or of another
             run; which newer checkpoint may return, because its data is missing or the disk cannot
-            read it; or which other run in the series saved later or reaches a later step; or None.
+            read it; or which other run in the series saved later or reaches a later step; or that
+            the mirror did not answer; or None.
     """
 
     step: int
@@ -332,13 +334,14 @@ def resume_state(
     data: DataState,
     allow_bare: bool = False,
     needs_same_division: bool = False,
-    fetch: Callable[[], Fetched] | None = None,
+    fetch: Fetch | None = None,
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
-    `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads the newest
-    checkpoint of the mirror, for a run that has none here. With `needs_same_division` another
-    number of processes is refused before anything is restored.
+    `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads what the
+    mirror has newer than the newest usable checkpoint here, given that, all usable ones, and the
+    ids of damaged ones; None for none here. With `needs_same_division` another number of processes
+    is refused before anything is restored.
     """
     with gc_paused_if_short() as end_pause_if_long:  # a call, so that most objects die within
         return _resume_state(
@@ -363,7 +366,7 @@ def _resume_state(
     *,
     allow_bare: bool,
     needs_same_division: bool,
-    fetch: Callable[[], Fetched] | None,
+    fetch: Fetch | None,
     end_pause_if_long: Callable[[int], None],
 ) -> Resumption:
     started = time.perf_counter()
@@ -372,14 +375,8 @@ def _resume_state(
     candidates = StateCandidates(
         reader, state, allow_bare=allow_bare, before_load=end_pause_if_long
     )
-    found = find_newest(writer, candidates)
-    skipped, fetched_from = found.skipped, None
-    if found.newest is None and fetch is not None:
-        end_pause_if_long(sys.maxsize)  # a download
-        fetched_from, skipped_there = fetch()
-        skipped = (*skipped, *skipped_there)
-        if fetched_from is not None:
-            found = find_newest(writer, candidates)
+    found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
+    skipped = found.skipped
     if found.newest is None:
         writer.start_anew()
         past.start_fresh()
@@ -429,6 +426,43 @@ def _resume_state(
         is_inside_epoch=data.is_inside_pass,
         fetched_from=fetched_from,
     )
+
+
+def _find_with_mirror(
+    writer: SeriesWriter,
+    candidates: RunCandidates[_Loaded],
+    fetch: Fetch | None,
+    end_pause_if_long: Callable[[int], None],
+) -> tuple[Found[_Loaded], str | None]:
+    """Return as `find_newest`, after a download of what is newer in the mirror, and its address.
+
+    The mirror is asked before a checkpoint is loaded, and again where that shows damage.
+    """
+    if fetch is None:
+        return find_newest(writer, candidates), None
+    listed = [one for one in candidates.listed() if not (one.is_bare or one.is_unproven)]
+    usable = [one for one in listed if one.state not in UNUSABLE]
+    damaged = {one.id for one in listed if one.state in UNUSABLE and one.id is not None}
+    asked: list[Fetched] = []
+    if usable:
+        end_pause_if_long(sys.maxsize)  # a download
+        asked.append(fetch(usable[0], usable, damaged))
+    found = find_newest(writer, candidates)
+    lost = {one.checkpoint.path for one in found.skipped if one.is_damaged or one.may_return}
+    if found.newest is None or not lost.isdisjoint(one.path for one in usable):
+        end_pause_if_long(sys.maxsize)
+        here = None if found.newest is None else found.newest[0]
+        damaged |= {one.id for one in listed if one.path in lost and one.id is not None}
+        asked.append(fetch(here, [one for one in usable if one.path not in lost], damaged))
+        if asked[-1].url is not None:
+            skipped, found = found.skipped, Found(newest=None, skipped=())  # what was loaded goes
+            found = find_newest(writer, candidates)
+            found = replace(found, skipped=(*skipped, *found.skipped))
+    there = tuple(one for each in asked for one in each.skipped)
+    doubts = dict.fromkeys((found.doubt, *(one.doubt for one in asked)))
+    fetched = next((one.url for one in reversed(asked) if one.url is not None), None)
+    doubt = "; ".join(one for one in doubts if one is not None) or None
+    return replace(found, skipped=(*found.skipped, *there), doubt=doubt), fetched
 
 
 def _check_storable(state: object, writer: SeriesWriter) -> None:

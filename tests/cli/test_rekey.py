@@ -420,3 +420,78 @@ def test_key_that_removed_itself_is_not_refused_when_that_is_done_again(
     again = run("rekey", runs, *change)
     assert (again.exit_code, "opens" in again.stderr) == (0, False)
     assert who_opens(runs) == [[1], [1]]
+
+
+@pytest.fixture
+def thrown(runs: Path, tmp_path: Path) -> Path:
+    """A run whose older checkpoint is in the trash, under the old key."""
+    key = source(tmp_path, OLD)
+    assert run("prune", runs, "--keep", "last(1)", "--yes", "--key", key).exit_code == 0
+    assert len(list(runs.glob("*.ckpe"))) == 1
+    return runs
+
+
+@pytest.mark.parametrize("command", ["rekey", "reencrypt"])
+def test_change_of_a_directory_includes_its_trash(
+    thrown: Path, tmp_path: Path, rotation: tuple[str, ...], command: str
+) -> None:
+    new = source(tmp_path, NEW)
+    change = rotation if command == "rekey" else (*rotation[:2], "--to", new)
+    result = run(command, thrown, *change, "--yes")
+    assert (result.exit_code, "2 checkpoints changed" in result.stdout) == (0, True), result.stderr
+    assert " (trash)" in result.stdout
+    again = run(command, thrown, *change, "--yes")
+    assert (again.exit_code, "0 checkpoints changed" in again.stdout) == (0, True)
+    assert run("prune", thrown, "--undo", "--yes", "--key", new).exit_code == 0
+    assert who_opens(thrown) == [[1], [1]]
+
+
+def test_change_of_one_checkpoint_leaves_the_trash(thrown: Path, rotation: tuple[str, ...]) -> None:
+    trash = tree_of(thrown / ".ckptmgr-trash")
+    assert run("rekey", "latest", "--dir", thrown, *rotation, "--yes").exit_code == 0
+    assert tree_of(thrown / ".ckptmgr-trash") == trash
+
+
+def test_dry_run_shows_the_trash_and_changes_nothing(
+    thrown: Path, rotation: tuple[str, ...]
+) -> None:
+    before = tree_of(thrown)
+    result = run("rekey", thrown, *rotation, "--dry-run")
+    assert (result.exit_code, "2 checkpoints would change" in result.stdout) == (0, True)
+    assert tree_of(thrown) == before
+
+
+def test_checkpoint_in_the_trash_under_another_key_is_named_and_stops_nothing(
+    thrown: Path, tmp_path: Path, rotation: tuple[str, ...]
+) -> None:
+    assert run("rekey", "latest", "--dir", thrown, *rotation, "--yes").exit_code == 0
+    new, other = source(tmp_path, NEW), source(tmp_path, OTHER)
+    change = ("--key", new, "--add", other, "--remove", new)
+    result = run("rekey", thrown, *change, "--yes")
+    assert result.exit_code == 3
+    assert "1 checkpoint changed, 1 failed" in result.stdout
+    assert "is in the trash, and keeps its keys" in result.stderr
+    assert run("prune", thrown, "--grace", "0s", "--key", other, "--yes").exit_code == 0
+    assert not (thrown / ".ckptmgr-trash").exists()
+    assert run("rekey", thrown, *change, "--yes").exit_code == 0
+
+
+def test_trash_that_is_a_link_is_not_followed(
+    thrown: Path, tmp_path: Path, rotation: tuple[str, ...]
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (thrown / ".ckptmgr-trash").rename(elsewhere)
+    (thrown / ".ckptmgr-trash").symlink_to(elsewhere)
+    before = tree_of(elsewhere)
+    result = run("rekey", thrown, *rotation, "--yes")
+    assert "1 checkpoint changed" in result.stdout
+    assert tree_of(elsewhere) == before
+
+
+def test_mirror_that_is_not_reached_is_named(runs: Path, rotation: tuple[str, ...]) -> None:
+    (runs / ".net.mirror").write_text("s3://bucket/run")
+    result = run("rekey", runs, *rotation, "--yes")
+    assert result.exit_code == 0
+    assert f"s3://bucket/run, the mirror of {runs}, is as it was" in result.stderr
+    assert f"ckptmgr copy {runs} s3://bucket/run" in result.stderr
+    assert "What is only there keeps its keys" in result.stderr

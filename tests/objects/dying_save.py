@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that saves to an address, a mirror or a prune of it, that ends at one of its requests.
 
-`python -m tests.objects.dying_save save|mirror|watch|prune URL REQUEST [in-flight]`: each line of the output
+`python -m tests.objects.dying_save save|mirror|rekeyed|watch|prune URL REQUEST [in-flight]`: each line of the output
 of a run is the step of a save that was acknowledged, each JSON line of a watch an event; the output of an
 uncut program ends with its requests.
 """
@@ -24,6 +24,7 @@ from ckptmgr.remote import watch_mirror as watch_mirrors
 from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.objects.dying_run import Dying
+from tests.support import rekeying
 from tests.support.saved import save_run
 
 STEPS = 2
@@ -66,11 +67,20 @@ def watch(folder: Path, url: str) -> None:
         run_command()
 
 
+def upload_and_rekey(folder: Path, url: str) -> None:
+    """Save an encrypted checkpoint in a folder, copy it, and give it another key in the folder."""
+    rekeying.save_run(directory=folder, steps=1)
+    assert run("copy", folder, url).exit_code == 0
+    rekeying.rekey(rekeying.ROTATION, directory=folder)
+
+
 def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
     """Run the program with a store that ends the process."""
     folder = Path(tempfile.gettempdir()) / "run"
     if kind == "watch":
         save_and_mirror_first(folder, url)
+    elif kind == "rekeyed":
+        upload_and_rekey(folder, url)
     objects = Dying(requests.open_objects(url), last, is_in_flight=is_in_flight)
     for place in (writers, mirrors, watch_mirrors, remote_prune, requests):
         place.open_objects = lambda url: objects  # type: ignore[attr-defined]
@@ -80,6 +90,8 @@ def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
         train_mirrored(folder, url)
     elif kind == "watch":
         watch(folder, url)
+    elif kind == "rekeyed":
+        assert run("copy", folder, url).exit_code == 0
     else:
         assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
     for one in objects.requests:

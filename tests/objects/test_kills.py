@@ -20,6 +20,7 @@ from ckptmgr.core.model import State
 from ckptmgr.core.trust import DEFAULT_TRUST
 from tests.cli.running import run
 from tests.objects.dying_save import STEPS, WATCH_KEEP, WATCHED_STEPS, train, train_mirrored
+from tests.support.rekeying import NEW, OLD
 from tests.support.saved import save_run
 
 pytestmark = pytest.mark.objects
@@ -118,6 +119,25 @@ def test_mirror_that_is_killed_at_any_write_loses_nothing_and_the_next_run_finis
             assert max(found) >= int(acknowledged[-1])
         train_mirrored(folder / "run", url)
         assert _listed(url) == {STEPS: State.OK}
+
+
+def test_change_of_keys_that_is_killed_at_any_write_leaves_what_the_old_or_new_key_opens(
+    new_bucket: Callable[..., str], tmp_path: Path
+) -> None:
+    ended = _cut_everywhere("rekeyed", new_bucket, lambda url: None, tmp_path)
+    assert len(ended) == 2 * 4
+    keys = []
+    for key in (OLD, NEW):
+        path = tmp_path / f"{key.key_id}.key"
+        path.touch(mode=0o600)
+        path.write_text(key.raw.hex())
+        keys.append(("--key", f"file:{path}"))
+    for url, folder, _ in ended:
+        codes = [run("verify", url, *key).exit_code for key in keys]
+        assert 0 in codes, "neither key opens it"
+        assert run("copy", folder / "run", url).exit_code == 0
+        assert run("verify", url, *keys[1]).exit_code == 0
+        assert run("verify", url, *keys[0]).exit_code == 12
 
 
 def test_watch_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finishes_the_mirror(

@@ -60,7 +60,7 @@ def test_commit_that_dies_at_any_request_shows_whole_checkpoints_only(
         found = whole_names(bucket, tmp_path)
         assert _FIRST in found, "an acknowledged checkpoint is lost"
         is_new = directory_of(bucket).upload(run, _SECOND)
-        assert is_new == (_SECOND not in found)
+        assert bool(is_new) == (_SECOND not in found)
         assert whole_names(bucket, tmp_path) == {_FIRST, _SECOND}
 
 

@@ -435,6 +435,8 @@ def test_mirror_with_a_coordinator_is_refused(tmp_path: Path) -> None:
         ({"retry_s": float("nan")}, "retry_s of a Mirror"),
         ({"retry_s": "1"}, "retry_s of a Mirror"),
         ({"keep": "lats(3)"}, "did you mean"),
+        ({"at_resume": "ask"}, "at_resume of a Mirror"),
+        ({"at_resume_s": True}, "at_resume_s of a Mirror"),
     ],
 )
 def test_unusable_option_of_a_mirror_is_refused(options: dict[str, object], message: str) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import click
 
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
 
 
+_SAID = {"copied": "", "updated": ", brought up to date", "present": ", was there already"}
+
+
 class _Copied(NamedTuple):
     selected: Selected
     target: Path
-    is_new: bool
+    outcome: Literal["copied", "updated", "present"]
 
 
 @options.command(
@@ -60,7 +63,9 @@ def copy_command(
     directory or a URL means all in it. Either SEL (or --dir) or TARGET is a URL: s3://bucket/run,
     gs://bucket/run or az://container/run. Every byte is compared with the digests; encrypted
     files stay encrypted, and need no key. A checkpoint is there whole or not at all. What is there
-    already stays, so doing the same again finishes an interrupted copy. -q prints the copies.
+    already stays, so doing the same again finishes an interrupted copy; keys (to an object store
+    only), pins, tags and metrics that were changed since are brought up to date. -q prints the
+    copies.
     """
     from ckptmgr.cli.selectors import select
 
@@ -111,12 +116,12 @@ def _copied(
     if output.is_text:
         arrow = "→" if output.has_unicode else "->"
         what = f"{checkpoint.path} {arrow} {done.target}  {size_text(checkpoint.size_bytes)}"
-        output.line(what if done.is_new else f"{what}, was there already")
+        output.line(what + _SAID[done.outcome])
     return done
 
 
 def _upload(one: Selected, *, target: Path) -> _Copied:
-    from ckptmgr.objects.directory import RemoteDirectory
+    from ckptmgr.objects.directory import RemoteDirectory, Uploaded
     from ckptmgr.objects.requests import open_objects
 
     if one.checkpoint.is_bare:
@@ -126,8 +131,11 @@ def _upload(one: Selected, *, target: Path) -> _Copied:
             hint="upload the file itself with the tool of the store",
         )
     directory = RemoteDirectory(open_objects(str(target)), clock=time.time)
-    is_new = directory.upload(one.store, one.checkpoint.name)
-    return _Copied(one, target / one.checkpoint.name, is_new)
+    uploaded = directory.upload(one.store, one.checkpoint.name)
+    outcome: Literal["copied", "updated", "present"] = "present"
+    if uploaded is not Uploaded.PRESENT:
+        outcome = "copied" if uploaded is Uploaded.NEW else "updated"
+    return _Copied(one, target / one.checkpoint.name, outcome)
 
 
 def _download(one: Selected, *, target: Path, trust: Trust) -> _Copied:
@@ -138,10 +146,11 @@ def _download(one: Selected, *, target: Path, trust: Trust) -> _Copied:
     there = RemoteDirectory(open_objects(str(one.store.directory)), clock=time.time)
     here = options.open_store(target, trust=trust)
     path = here.directory / one.checkpoint.name
-    is_new = not path.exists() and here.look(path.name) is None
+    before = here.look(path.name)
+    is_new = before is None and not path.exists()
     with here.lease(one.checkpoint.series):
-        download(there, one.checkpoint.name, here)
-    return _Copied(one, path, is_new)
+        after = download(there, one.checkpoint.name, here)
+    return _Copied(one, path, "copied" if is_new else "present" if before == after else "updated")
 
 
 def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: float) -> None:
@@ -152,14 +161,16 @@ def _show(output: Output, done: Sequence[_Copied], *, failed: int, elapsed_s: fl
             {
                 **render.checkpoint_json(one.selected.checkpoint),
                 "target": str(options.absolute(one.target)),
-                "outcome": "copied" if one.is_new else "present",
+                "outcome": one.outcome,
             }
             for one in done
         ]
-        new = [one.selected.checkpoint.size_bytes for one in done if one.is_new]
+        new = [one.selected.checkpoint.size_bytes for one in done if one.outcome == "copied"]
+        updated = sum(one.outcome == "updated" for one in done)
         summary: dict[str, Json] = {
             "copied": len(new),
-            "present": len(done) - len(new),
+            "updated": updated,
+            "present": len(done) - len(new) - updated,
             "failed": failed,
             "size_bytes": sum(new),
             "elapsed_s": elapsed_s,

@@ -12,6 +12,7 @@ import click
 
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.mirrors import note_mirrors
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Pin
 
@@ -106,6 +107,7 @@ def _change(selected: Selected, change: Change) -> Manifest:
 
 
 def _show(ctx: click.Context, selected: Selected, manifest: Manifest) -> int:
+    note_mirrors([selected.store])
     checkpoint = manifest.to_checkpoint(selected.store.directory)
     output = render.make_output(ctx, selected.store.directory)
     if output.is_quiet:

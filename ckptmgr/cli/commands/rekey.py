@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -13,6 +14,7 @@ import click
 
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.mirrors import note_mirrors
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
 from ckptmgr.formats.strict_json import Json
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from ckptmgr.maintenance.rekey_change import KeyChange
     from ckptmgr.store.store import Store
 
+_TRASH_STAYS = (
+    "is in the trash, and keeps its keys: give its key with --key, too, or empty the trash with "
+    "ckptmgr prune --grace 0s"
+)
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
 _Step = Callable[["Store", "Checkpoint", "KeyChange"], "RekeyPlan"]
 
@@ -87,9 +93,10 @@ def rekey_command(
     Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is
     re-encrypted as a stream. Nothing is touched unless --key opens all of them. Doing the same
     again finishes an interrupted run; meanwhile each checkpoint opens with the old or the new key.
-    A key to remove that opens none of them is named. Without --add and --remove, damaged header
-    copies are mended. A reader with a removed key may have kept data keys of files: reencrypt makes
-    new ones.
+    Of a directory those in its trash are changed, too; its mirror is named, and not reached. A key
+    to remove that opens none of them is named. Without --add and --remove, damaged header copies
+    are mended. A reader with a removed key may have kept data keys of files: reencrypt makes new
+    ones.
     """
     from ckptmgr.maintenance.rekey import plan_rekeying, rekey_checkpoint
     from ckptmgr.maintenance.rekey_change import KeyChange
@@ -209,7 +216,11 @@ class KeyChanges:
 
         given = self._given
         selected = select(
-            given["selectors"], given["directory"], self._opener, series=given["series"]
+            given["selectors"],
+            given["directory"],
+            self._opener,
+            series=given["series"],
+            with_trash=True,
         )
         self._output = replace(self._output, root=root_of(selected, given["directory"]))
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
@@ -226,6 +237,8 @@ class KeyChanges:
             return Exit.NO
         done = [found.plan for found in pending if self._acted(found, act)]
         self.has_changed = bool(done)
+        stores = (found.one.thrown_out_of or found.one.store for found in pending)
+        note_mirrors(stores, are_keys=True)
         self._report(planned, done=done)
         return self._code(done=len(done))
 
@@ -236,9 +249,14 @@ class KeyChanges:
 
     def _planned(self, one: Selected, plan: _Step) -> _Planned | None:
         try:
-            return _Planned(one, plan(one.store, one.checkpoint, self._change))
-        except (KeyProblem, UnsafeWrite):
-            raise  # before anything is touched
+            with _held(one, is_changed=False):
+                return _Planned(one, plan(one.store, one.checkpoint, self._change))
+        except (KeyProblem, UnsafeWrite) as error:
+            if one.thrown_out_of is None:
+                raise  # before anything is touched
+            self._failed(error)
+            note(f"{one.checkpoint.name} {_TRASH_STAYS}")
+            return None
         except (CkptmgrError, OSError) as error:
             self._failed(error)
             return None
@@ -266,7 +284,10 @@ class KeyChanges:
     def _acted(self, found: _Planned, act: _Step) -> bool:
         one = found.one
         try:
-            with self._output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+            with (
+                self._output.progress(one.checkpoint.name, one.checkpoint.size_bytes),
+                _held(one, is_changed=True),
+            ):
                 act(one.store, one.checkpoint, self._change)
         except (CkptmgrError, OSError) as error:
             self._failed(error)
@@ -287,7 +308,7 @@ class KeyChanges:
         if planned:
             rows = [
                 [
-                    Cell(found.plan.checkpoint.name),
+                    Cell(_name_of(found.one)),
                     Cell(found.plan.action.value),
                     Cell(", ".join(found.plan.before) or "-"),
                     Cell(", ".join(found.plan.after) or "-"),
@@ -318,6 +339,27 @@ class KeyChanges:
                 "failed": len(self._failures),
             }
             output.result([_item(found.plan, found.plan in done) for found in planned], summary)
+
+
+@contextlib.contextmanager
+def _held(one: Selected, *, is_changed: bool) -> Iterator[None]:
+    """Hold the folder of a checkpoint in the trash; while it is changed, nobody else moves it."""
+    if one.thrown_out_of is None:
+        yield
+        return
+    from ckptmgr.store.trash import held_listed
+    from ckptmgr.store.trash_folder import TRASH_NAME
+
+    with contextlib.ExitStack() as held:
+        if is_changed:
+            held.enter_context(one.thrown_out_of.lease(TRASH_NAME))
+        held.enter_context(held_listed(one.store.fs, one.store.directory))
+        yield
+
+
+def _name_of(one: Selected) -> str:
+    name = one.checkpoint.name
+    return name if one.thrown_out_of is None else f"{name} (trash)"
 
 
 def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:

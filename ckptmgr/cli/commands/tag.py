@@ -13,6 +13,7 @@ import click
 
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.mirrors import note_mirrors
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.crypto.keys.source_names import looks_like_key
 
@@ -125,6 +126,7 @@ def _tag(
         manifest = store.change_manifest(
             checkpoint, lambda one: replace(one, tags=change(one.tags))
         )
+    note_mirrors([store])
     changed = manifest.to_checkpoint(store.directory)
     output = render.make_output(ctx, store.directory)
     if output.is_quiet:

@@ -16,6 +16,8 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.maintenance.watch.alarms import Alarms, time_text
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, Seen
 
+_Key = tuple[str, str, str]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
@@ -71,9 +73,9 @@ class MirrorState:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._since: dict[tuple[str, str], tuple[float, Checkpoint]] = {}
-        self._done: set[tuple[str, str]] = set()
-        self._refused: dict[tuple[str, str], str] = {}
+        self._since: dict[_Key, tuple[float, Checkpoint]] = {}
+        self._done: set[_Key] = set()
+        self._refused: dict[_Key, str] = {}
         self._problem: str | None = None
 
     def want(self, whole: Iterable[Seen], at: float) -> list[Checkpoint]:
@@ -132,7 +134,7 @@ class MirrorState:
         """Yield the alarms that stand."""
         if self._problem is not None:
             yield AlarmKey("mirror", ""), f"the mirror fails, and is tried again: {self._problem}"
-        for (name, _), problem in self._refused.items():
+        for (name, *_), problem in self._refused.items():
             yield AlarmKey("mirror", name), f"{name} is not mirrored: {problem}"
         waiting: dict[str, list[tuple[float, str]]] = defaultdict(list)
         for since, one in self._since.values():
@@ -149,5 +151,10 @@ class MirrorState:
         return [since + limits.mirror_within_s for since, _ in self._since.values()]
 
 
-def _key(one: Checkpoint) -> tuple[str, str]:
-    return one.name, one.id or ""
+def _key(one: Checkpoint) -> _Key:
+    """Return what a mirror has of a checkpoint besides its data: a change is brought there."""
+    return (
+        one.name,
+        one.id or "",
+        repr((one.pins, one.tags, sorted(one.metrics.items()), one.opened_by)),
+    )

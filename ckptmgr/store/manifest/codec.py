@@ -252,6 +252,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         **({} if manifest.keep is None else {"keep": manifest.keep}),
         **({} if manifest.keep_at is None else {"keep_at": manifest.keep_at}),
         "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
+        **({"revision": manifest.revision} if manifest.revision else {}),
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
     if manifest.previous is not None:
@@ -316,6 +317,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
         keep_at=optional_text(document.get("keep_at")),
         world_size=count(document["world"], "size"),
         stats=_figures(document["stats"]),
+        revision=count(document, "revision") if "revision" in document else 0,
         replaces=None if replaces is None else _replaced_from_document(replaces),
         previous=link_from_document(document.get("previous")),
     )

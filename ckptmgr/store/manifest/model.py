@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core.model import Checkpoint, Link, Pin, State
 from ckptmgr.core.shard_names import is_set_name, parse_shard_name
@@ -97,6 +97,7 @@ class Manifest:
         keep_at: Mark of the address of an object store at which the run applied it; None in a directory.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
+        revision: How often it was changed after the save; of two of one save the higher is the newer.
         replaces: The manifest of the data that has this name until the swap, or None.
         shards: The data files of a sharded checkpoint, by rank; else empty.
         previous: The checkpoint of the series that was newest before, or None.
@@ -126,6 +127,7 @@ class Manifest:
     keep_at: str | None = None
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
+    revision: int = 0
     replaces: Manifest | None = None
     shards: tuple[FileEntry, ...] = ()
     previous: Link | None = None
@@ -162,6 +164,15 @@ class Manifest:
         """Base name of the checkpoint: its data file, or the set of its shards."""
         shard = parse_shard_name(self.file.name) if self.shards else None
         return self.file.name if shard is None else shard.set_name
+
+    @property
+    def save(self) -> tuple[str, str, str, int, int, datetime]:
+        """The save that wrote it, which stays the same while keys, pins or metrics change."""
+        return self.name, self.series, self.run_id, self.sequence, self.step, self.saved_at
+
+    def changed(self, **fields: Any) -> Manifest:
+        """Return it with some fields of the same save changed, as the next revision."""
+        return replace(self, revision=self.revision + 1, **fields)
 
     @property
     def is_placeholder(self) -> bool:
