@@ -48,6 +48,7 @@ from ckptmgr.objects.comparison import (
     slots_in,
 )
 from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.ranged import ObjectFile
 from ckptmgr.objects.requests import Objects, StoredObject
 from ckptmgr.store.manifest.codec import (
     MAX_MANIFEST_BYTES,
@@ -150,11 +151,13 @@ class RemoteDirectory:
         with _opened_files(store, manifest) as files:
             return all(one.here == one.there for one in self._headers(manifest, files))
 
-    def upload(self, store: Store, name: str) -> Uploaded:
+    def upload(self, store: Store, name: str, *, reads_back: bool = False) -> Uploaded:
         """Upload a checkpoint of a local directory, or what was changed here since its upload.
 
         The bytes are compared with the digests while they are sent, and encrypted ones stay as they
-        are. Data that an interrupted upload of the same checkpoint left is used.
+        are. Data that an interrupted upload of the same checkpoint left is used. The manifest is
+        read back, because a server may say that it wrote what it did not; with `reads_back` the
+        data is, too, before there is a manifest.
 
         Raises:
             UnsafeWrite: Another checkpoint has the name there, or this one was changed there.
@@ -169,7 +172,7 @@ class RemoteDirectory:
             return Uploaded.PRESENT
         with _opened_files(store, here.manifest) as files:  # before retention removes one
             if there is None:
-                self._create(here, files)
+                self._create(here, files, reads_back=reads_back)
                 return Uploaded.NEW
             found = compare(here, there, self._headers(here.manifest, files))
             if found is not Difference.HERE:
@@ -180,20 +183,40 @@ class RemoteDirectory:
                 self._exchange(here, there.manifest, files)
         return Uploaded.CHANGED
 
-    def _create(self, here: Side, files: Sequence[InputFile]) -> None:
+    def _create(self, here: Side, files: Sequence[InputFile], *, reads_back: bool) -> None:
         """Upload what is not there."""
         manifest = here.manifest
         self._put_missing(manifest, files)
+        if reads_back:
+            self._check_data(manifest)
+        # The answer to an attempt that succeeded may have been lost; and a server may say that it
+        # created what another writer did.
+        taken: FileExistsError | None = None
         try:
             self.objects.create(manifest_name(manifest.name), here.data)
-        except FileExistsError:
-            # The answer to an attempt that succeeded may have been lost.
-            there = self._side(manifest.name)
-            if there is None:
-                raise
-            if there.manifest.id != manifest.id:
-                raise self._taken(manifest, there.manifest, Difference.OTHER) from None
+        except FileExistsError as error:
+            taken = error
+        there = self._side(manifest.name)
+        if there is None:
+            raise taken or self._other_bytes(manifest)
+        if there.manifest.id != manifest.id:
+            raise self._taken(manifest, there.manifest, Difference.OTHER)
+        if taken is None and there.data != here.data:
+            raise self._other_bytes(manifest)
         self._put_swept(manifest, files)
+
+    def _check_data(self, manifest: Manifest) -> None:
+        """Read the data back; raise ChecksumMismatch if it is not what was sent."""
+        for entry in entries_of(manifest):
+            key, name = data_key(manifest, entry), str(self.path / manifest.name)
+            try:
+                with contextlib.closing(ObjectFile(self.objects, key, name=name)) as file:
+                    for _ in checked_ranges(file, entry.digest, path=name):
+                        pass
+            except FileNotFoundError:
+                raise ConnectionError(
+                    errno.EIO, "the data that was sent is not there", f"{self.objects.url}/{key}"
+                ) from None
 
     def _exchange(self, here: Side, old: Manifest, files: Sequence[InputFile]) -> None:
         """Replace a save by the same one with other data, such as under another data key."""
@@ -230,9 +253,11 @@ class RemoteDirectory:
         key = manifest_name(manifest.name)
         self.objects.put(key, [data], len(data))
         if self.objects.get(key) != data:
-            raise ConnectionError(
-                errno.EIO, "another manifest than was written is read", str(self.path / key)
-            )
+            raise self._other_bytes(manifest)
+
+    def _other_bytes(self, manifest: Manifest) -> ConnectionError:
+        path = str(self.path / manifest_name(manifest.name))
+        return ConnectionError(errno.EIO, "not the manifest that was written is read", path)
 
     def _put_missing(self, manifest: Manifest, files: Sequence[InputFile]) -> None:
         for file, entry in zip(files, entries_of(manifest), strict=True):

@@ -172,14 +172,15 @@ def discard_staged(store: Store, name: str) -> None:
             unlink_if_present(store.fs, store.directory / one)
 
 
-def upload_staged(url: str, store: Store, name: str) -> None:
-    """Upload a staged file to an address, and remove it here.
+def upload_staged(url: str, store: Store, name: str, *, reads_back: bool) -> None:
+    """Upload a staged file to an address, and remove it here; `reads_back` as for an upload.
 
     Raises:
         UnsafeWrite: The address has another checkpoint of this name.
         CkptmgrError, OSError: As `RemoteDirectory.upload`.
     """
     try:
-        RemoteDirectory(open_objects(url), clock=time.time).upload(store, name)
+        there = RemoteDirectory(open_objects(url), clock=time.time)
+        there.upload(store, name, reads_back=reads_back)
     finally:
         discard_staged(store, name)

@@ -182,7 +182,8 @@ class RemoteWriter(SeriesWriter):
             OSError: From the disk or the network; whether it was saved shows in the listing.
         """
         try:
-            self._directory.upload(self.store, manifest.name)
+            reads_back = self.options.verify_after_write
+            self._directory.upload(self.store, manifest.name, reads_back=reads_back)
         finally:
             discard_staged(self.store, manifest.name)
         return self.note_saved(manifest)

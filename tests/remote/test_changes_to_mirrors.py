@@ -518,7 +518,7 @@ def test_manifest_that_reads_back_otherwise_is_no_success(tmp_path: Path) -> Non
             if not key.endswith(".manifest.json"):
                 super().put(key, pieces, size_bytes)
 
-    with pytest.raises(ConnectionError, match="another manifest than was written"):
+    with pytest.raises(ConnectionError, match="not the manifest that was written"):
         RemoteDirectory(Forgetful(objects), clock=lambda: 0.0).upload(store, one.name)
 
 

@@ -51,7 +51,7 @@ def test_commit_that_dies_at_any_request_shows_whole_checkpoints_only(
     run: Store, tmp_path: Path
 ) -> None:
     count = _requests_of_upload(run)
-    assert count == 5
+    assert count == 6
     for last, is_done in _points(count):
         bucket = new_objects()
         directory_of(bucket).upload(run, _FIRST)

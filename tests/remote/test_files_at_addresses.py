@@ -92,8 +92,8 @@ def test_save_that_dies_at_any_request_shows_a_whole_file_or_none(
     calm = CountedObjects(open_objects(new_url()))
     monkeypatch.setattr(staging, "open_objects", lambda url: calm)
     save_state(_TENSORS, f"{calm.url}/net.ckpt")
-    assert len(calm.requests) == 5
-    for last in range(1, 6):
+    assert len(calm.requests) == 6
+    for last in range(1, 7):
         bucket = open_objects(new_url())
         dying = CountedObjects(bucket, last=last, is_done=True)
         monkeypatch.setattr(staging, "open_objects", lambda url, store=dying: store)

@@ -15,8 +15,8 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, save_state
+from ckptmgr.core.errors import CorruptCheckpoint, UnsafeWrite, UnsupportedCheckpoint
 from ckptmgr.objects.requests import open_objects
 from tests.cli.running import run, run_json
 
@@ -38,8 +38,13 @@ class S3(BaseHTTPRequestHandler):
             self.answer(501, b"<Error><Code>NotImplemented</Code></Error>")
         elif is_conditional and self.key in self.server.objects:
             self.answer(412)
+        elif is_conditional and self.server.rival is not None:
+            self.server.objects[self.key] = self.server.rival  # it came first, and we are not told
+            self.answer(200, ETag='"rival"')
+        elif self.server.loses(self.key):
+            self.answer(200, ETag='"lost"')
         else:
-            self.server.objects[self.key] = body
+            self.server.objects[self.key] = self.server.garbled(self.key, body)
             self.answer(200, ETag=f'"{hash(body):x}"')
 
     def do_GET(self) -> None:
@@ -116,6 +121,9 @@ class Server(ThreadingHTTPServer):
         self.sent_bytes = 0
         self.most_bytes = 1 << 40
         self.no_conditions = False
+        self.rival: bytes | None = None
+        self.loses: Callable[[str], bool] = lambda key: False
+        self.garbled: Callable[[str, bytes], bytes] = lambda key, body: body
 
 
 @pytest.fixture
@@ -251,3 +259,43 @@ def test_objects_with_names_of_manifests_are_not_read_where_they_are_too_large(
     assert server.sent_bytes < 3 << 20
     save(2)
     assert run("verify", URL).exit_code != 0
+
+
+@pytest.mark.parametrize("fault", ["rival", "manifest lost", "manifest garbled"])
+@pytest.mark.parametrize("way", ["run", "save_state"])
+def test_server_that_says_what_it_did_not_do_is_not_believed(
+    server: Server, fault: str, way: str
+) -> None:
+    save(1)
+    manifest = server.objects["run/net-1.ckpt.manifest.json"]
+    if fault == "rival":
+        server.rival = manifest.replace(b"net-1", b"net-2").replace(b'"step": 1', b'"step": 2')
+    elif fault == "manifest lost":
+        server.loses = lambda key: key.endswith(".manifest.json")
+    else:
+        server.garbled = lambda key, body: body + b" " if key.endswith(".json") else body
+    with pytest.raises((UnsafeWrite, OSError)):
+        _save_2(way)
+
+
+@pytest.mark.parametrize("fault", ["lost", "garbled"])
+@pytest.mark.parametrize("way", ["run", "save_state"])
+def test_data_that_a_store_did_not_keep_fails_a_save_that_reads_back(
+    server: Server, fault: str, way: str
+) -> None:
+    save(1)
+    if fault == "lost":
+        server.loses = lambda key: "/data/" in key
+    else:
+        server.garbled = lambda key, body: body[:-9] + bytes(9) if "/data/" in key else body
+    with pytest.raises((CorruptCheckpoint, OSError)):
+        _save_2(way, verify_after_write=True)
+    assert "run/net-2.ckpt.manifest.json" not in server.objects
+    assert [one["step"] for one in run_json("ls", URL)["items"]] == [1]
+
+
+def _save_2(way: str, **options: bool) -> None:
+    if way == "run":
+        save(2, config=options)
+    else:
+        save_state(STATE, f"{URL}/net-2.ckpt", **options)  # type: ignore[arg-type]

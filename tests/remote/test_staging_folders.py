@@ -54,7 +54,7 @@ import numpy, os, signal, sys
 from ckptmgr import CheckpointManager
 from ckptmgr.objects.directory import RemoteDirectory
 
-RemoteDirectory.upload = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+RemoteDirectory.upload = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 CheckpointManager(sys.argv[1]).save(1, {"w": numpy.zeros(9)})
 """
 
@@ -340,7 +340,7 @@ def test_save_to_a_bucket_that_is_not_there_is_tried_once(
 ) -> None:
     attempts: list[str] = []
 
-    def upload(directory: RemoteDirectory, *_: object) -> bool:
+    def upload(directory: RemoteDirectory, *_: object, **__: object) -> bool:
         attempts.append(directory.objects.url)
         raise FileNotFoundError(errno.ENOENT, "no such bucket", directory.objects.url)
 

@@ -125,7 +125,8 @@ def save_named(
             if address is not None:
                 from ckptmgr.objects.staging import upload_staged
 
-                upload_staged(str(address.parent), store, name)
+                reads_back = options.verify_after_write
+                upload_staged(str(address.parent), store, name, reads_back=reads_back)
         cost = SaveStats(blocked_s=time.perf_counter() - started)
         cost.note_written(
             manifest.stats,
