@@ -18,6 +18,7 @@ import click
 
 from ckptmgr.cli.layout import columns_of, wrapped
 from ckptmgr.core import errors
+from ckptmgr.core.printable import printable
 from ckptmgr.crypto.keys.source_names import spells_key
 
 _LONG_NAME = re.compile(r"[^\s/]{256,}")  # the names of files have at most 255 bytes
@@ -229,12 +230,7 @@ def cut(text: str) -> str:
 
 def escape(text: str) -> str:
     """Return text that cannot steer a terminal: unprintable characters are spelled out."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
+    return printable(text)
 
 
 def _parts(error: BaseException) -> tuple[str, str | None, str | None]:

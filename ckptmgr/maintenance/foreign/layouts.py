@@ -3,7 +3,7 @@
 
 | tool | checkpoint | written last | points at one |
 |---|---|---|---|
-| transformers | `checkpoint-N/` | `trainer_state.json` | its `best_model_checkpoint` |
+| transformers | `checkpoint-N/` | `trainer_state.json` | its `best_model_checkpoint`, `best_global_step` |
 | lightning | `...step=N.ckpt`, a file or a directory | the end of the ZIP archive | `last.ckpt` |
 | megatron | `iter_NNNNNNN/` | the tracker file | `latest_checkpointed_iteration.txt` |
 | deepspeed | `global_stepN/` | `latest` | `latest`, `latest_universal` |
@@ -28,9 +28,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from ckptmgr.core.model import Figures
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
@@ -159,7 +159,7 @@ def _object(folder: Folder, name: str) -> dict[str, object] | None:
     """Return a JSON object in a file; None if there is none."""
     text = folder.text(name)
     try:
-        value = None if text is None else json.loads(text)
+        value = None if text is None else json.loads(text, parse_constant=str)  # NaN == NaN, too
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -207,18 +207,50 @@ def _transformers_problem(folder: Folder, name: str, step: int | None) -> str | 
 
 
 def _transformers_pointers(folder: Folder, whole: Sequence[str]) -> list[Pointer]:
-    """Return the best one as the newest checkpoints say, the newest that is whole among them."""
-    step_of = TRANSFORMERS.step_of
-    newest = max((step_of(name) or 0 for name in whole), default=0)
-    best: list[str] = []
-    for name in folder.entries():
-        if (step_of(name) or 0) >= newest:
-            state = _object(folder.folder(name), "trainer_state.json") or {}
-            path = state.get("best_model_checkpoint")
-            best += [PurePath(path).name] if isinstance(path, str) else []
-    # Its path is that of the training: the directory may have been moved, and the best one deleted.
-    targets = sorted(name for name in set(best) if name in whole)
-    return [Pointer(source="best_model_checkpoint", target=name) for name in targets]
+    """Return the best ones, as the newest checkpoint of each run and the newest whole one say."""
+
+    def step_of(name: str) -> int:
+        return TRANSFORMERS.step_of(name) or 0
+
+    newest_whole = max(whole, key=step_of, default=None)
+    latest: list[dict[str, object]] = []
+    named = filter(TRANSFORMERS.names.fullmatch, folder.entries())
+    for name in sorted(named, key=step_of, reverse=True):
+        state = _object(folder.folder(name), "trainer_state.json")
+        if state is not None and (
+            name == newest_whole or not any(_goes_on(state, newer) for newer in latest)
+        ):
+            latest.append(state)
+    notes = [note for state in latest for note in _best_of(state, folder.entries())]
+    return list(dict.fromkeys(notes))
+
+
+def _goes_on(state: dict[str, object], newer: dict[str, object]) -> bool:
+    """Return whether a run went on from a state to a newer one: with all that it had logged.
+
+    A run that evaluated has logged something; one that did not knows no best checkpoint.
+    """
+    earlier, later = state.get("log_history"), newer.get("log_history")
+    if not (isinstance(earlier, list) and earlier):
+        return True
+    return isinstance(later, list) and later[: len(earlier)] == earlier
+
+
+def _best_of(state: dict[str, object], entries: Mapping[str, FileStatus]) -> list[Pointer]:
+    """Return the notes of one state.
+
+    Its path is that of the training, perhaps of Windows; the directory may have been moved. A best
+    step has a checkpoint only if it was saved: the Trainer itself looks whether there is one.
+    """
+    path, step = state.get("best_model_checkpoint"), state.get("best_global_step")
+    notes = []
+    if path is not None:
+        parts = re.split(r"[/\\]", path.rstrip("/\\")) if isinstance(path, str) else [""]
+        notes.append(Pointer(source="best_model_checkpoint", target=parts[-1] or None))
+    at_step = f"checkpoint-{step}"
+    if at_step in entries and at_step not in [one.target for one in notes]:
+        notes.append(Pointer(source="best_global_step", target=at_step))
+    return notes
 
 
 def _transformers_metrics(folder: Folder, name: str, step: int | None) -> Mapping[str, float]:
@@ -261,11 +293,7 @@ def _lightning_problem(folder: Folder, name: str, step: int | None) -> str | Non
 
 def _lightning_pointers(folder: Folder, whole: Sequence[str]) -> list[Pointer]:
     links = [name for name in folder.entries() if re.fullmatch(r"last(?:-v[0-9]+)?\.ckpt", name)]
-    targets = {name: folder.link(name) for name in sorted(links)}
-    return [
-        Pointer(source=name, target=name if target is None else target)
-        for name, target in targets.items()
-    ]
+    return [Pointer(source=name, target=folder.link(name) or name) for name in sorted(links)]
 
 
 def _metrics_in_name(folder: Folder, name: str, step: int | None) -> Mapping[str, float]:

@@ -97,12 +97,13 @@ class DiskFolder:
         return text in (self._start_of(name, _MOST_TEXT_BYTES) or b"")
 
     def link(self, name: str) -> str | None:
-        """Return the name in this directory that a link leads to."""
+        """Return what a link leads to: a name in this directory, else a path."""
         status = self._entries.get(name)
         if status is None or status.is_file or status.is_directory:
             return None
         target = Path(os.path.realpath(self._path / name))
-        return target.name if target.parent == Path(os.path.realpath(self._path)) else None
+        is_here = target.parent == Path(os.path.realpath(self._path))
+        return target.name if is_here or not os.path.lexists(target) else str(target)
 
     def _start_of(self, name: str, most: int) -> bytes | None:
         status = self._entries.get(name)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 
+from ckptmgr.core.printable import printable
 from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.maintenance.report.model import Entry, Fate
 from ckptmgr.observe.events import Event
@@ -25,10 +26,7 @@ _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, F
 
 def shown(text: str) -> str:
     """Return a text for HTML: escaped, and what cannot be printed spelled out."""
-    plain = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-    return escape(plain, quote=True)
+    return escape(printable(text), quote=True)
 
 
 def metric_chart(entries: Sequence[Entry], metric: str | None) -> str:
