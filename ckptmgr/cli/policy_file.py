@@ -17,7 +17,7 @@ from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import CachedFile
-from ckptmgr.maintenance.prune_plan import PolicyOf, counted_together
+from ckptmgr.maintenance.prune_plan import Counted, PolicyOf, counted_together
 from ckptmgr.maintenance.recorded_policy import check_writers, deciding_checkpoint, recorded_policy
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import PolicyTextError, parse_policy
@@ -63,14 +63,15 @@ def policy_in(
 
     Raises:
         UsageProblem: There is no policy, and no run of the directory has recorded one.
-        CkptmgrError: As `load_policy` and `recorded_policy`.
+        CkptmgrError: As `load_policy`. The errors of `recorded_policy` are left to the function:
+            each is about one run.
     """
     recorded = partial(recorded_policy, store)
     is_remote = is_url(store.directory)  # where no ckptmgr.toml is read
     if keep is None and (is_remote or policy_of(store.directory) is None):
         present = store.scan() if found is None else found
         together = counted_together(present, series=series, by_series=by_series)
-        if any(recorded(counted) is not None for counted in together):
+        if any(_says_something(recorded, counted) for counted in together):
             return recorded
     if keep is None and is_remote:
         raise UsageProblem(
@@ -80,20 +81,33 @@ def policy_in(
     return load_policy(keep, store.directory)
 
 
-def recorded_in(directory: Path) -> list[tuple[RetentionPolicy, Path]]:
-    """Return the policies that the runs of a directory recorded, each once, and a manifest that says it.
+def _says_something(recorded: PolicyOf, counted: Counted) -> bool:
+    try:
+        return recorded(counted) is not None
+    except (CkptmgrError, OSError):
+        return True
 
-    Raises:
-        CkptmgrError: As `recorded_policy`.
+
+def recorded_in(
+    directory: Path,
+) -> tuple[list[tuple[RetentionPolicy, Path]], list[Exception]]:
+    """Return the policies that the runs of a directory recorded, and the errors of others.
+
+    Each policy is there once, with a manifest that says it.
     """
     store = Store(directory)
     found: dict[RetentionPolicy, Path] = {}
+    refused: list[Exception] = []
     for counted in counted_together(store.scan()):
-        policy = recorded_policy(store, counted)
+        try:
+            policy = recorded_policy(store, counted)
+        except (CkptmgrError, OSError) as error:
+            refused.append(error)
+            continue
         newest = deciding_checkpoint(one for line in counted.lines for one in line.checkpoints)
         if policy is not None and newest is not None:
             found.setdefault(policy, store.directory / manifest_name(newest.name))
-    return list(found.items())
+    return list(found.items()), refused
 
 
 def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:

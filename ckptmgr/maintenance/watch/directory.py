@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -106,13 +105,17 @@ class WatchedDirectory:
         with self.store.fs.hold_directory(self.path):
             now = datetime.fromtimestamp(at, UTC)
             proposal = propose(self.store, policy, now=now, series=series, grace=grace, stays=stays)
-            if proposal.undecided:
-                raise CkptmgrError(
-                    f"no retention policy: a run of series {series} has recorded none",
-                    path=self.path,
-                    hint="pass --keep",
+            done = PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+            done.failures += proposal.refused
+            if len(proposal.undecided) > len(proposal.refused):
+                done.failures.append(
+                    CkptmgrError(
+                        f"no retention policy: a run of series {series} has recorded none",
+                        path=self.path,
+                        hint="pass --keep",
+                    )
                 )
-            return PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+            return done
 
     def quarantine(self, seen: Seen, *, at: float) -> Path:
         """Move a damaged checkpoint into the quarantine; errors as of `quarantine`."""
@@ -200,11 +203,3 @@ class WatchedDirectory:
         token = parse_temp(temp)
         is_own = token is not None and token[0] == self.store.processes.token()
         return token is not None and not is_own and self.store.processes.is_dead(token[0]) is False
-
-
-def problem_of(error: CkptmgrError | OSError) -> str:
-    """Return an error as one sentence that names its path."""
-    if isinstance(error, CkptmgrError):
-        return error.message if error.path is None else f"{error.path}: {error.message}"
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{path}{error.strerror or error}"
