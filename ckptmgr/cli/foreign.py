@@ -207,7 +207,10 @@ def select_foreign(
         path = absolute(Path(text)) if text else Path()
         is_folder = path.is_dir()
         store = open_store(path if is_folder else path.parent)
-        listing = foreign_of(store) if is_folder or path.suffix == ".ckpt" else None
+        try:
+            listing = foreign_of(store) if is_folder or path.suffix == ".ckpt" else None
+        except OSError:  # which the selection of ours meets and reports
+            listing = None
         if text == "" or listing is None or not listing.checkpoints:
             left.append(text)
             continue

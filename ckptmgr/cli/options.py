@@ -78,7 +78,7 @@ class _Path(click.Path):
     """A path of the disk; with `takes_urls` also the address of an object store."""
 
     def __init__(self, *, takes_urls: bool = False) -> None:
-        super().__init__(path_type=Path)
+        super().__init__(path_type=Path, readable=False)  # the command says what it cannot read
         self._takes_urls = takes_urls
 
     def convert(

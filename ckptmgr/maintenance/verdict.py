@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 import enum
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
 
 CHECKS = (
@@ -102,11 +100,3 @@ class Verification:
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=lambda: _NONE, hash=False)
     hint: str | None = None
     obstacle: Exception | None = field(default=None, compare=False, repr=False)
-
-
-def problem_of(error: CkptmgrError | OSError) -> str:
-    """Return an error as one sentence that names its path."""
-    if isinstance(error, CkptmgrError):
-        return error.message if error.path is None else f"{error.path}: {error.message}"
-    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{path}{error.strerror or error}"

@@ -101,17 +101,22 @@ class _Check:
 
     def run(self) -> None:
         for path in self._files(self._path):
-            name = "" if path == self._path else f"{path.relative_to(self._path)}: "
             try:
                 with contextlib.closing(self._fs.open(path)) as file:
                     self._check_file(path, file)
             except (FormatError, _Damaged) as error:
-                self.problems.append(f"{name}{error}")
+                self.problems.append(f"{self._named(path)}{error}")
             except OSError as error:
-                kept = self.problems if is_bad_medium(error) else self.unread
-                kept.append(f"{name}{error.strerror or error}")
-                if kept is self.unread:
-                    self.obstacle = error
+                self._note(path, error)
+
+    def _named(self, path: Path) -> str:
+        return "" if path == self._path else f"{path.relative_to(self._path)}: "
+
+    def _note(self, path: Path, error: OSError) -> None:
+        kept = self.problems if is_bad_medium(error) else self.unread
+        kept.append(f"{self._named(path)}{error.strerror or error}")
+        if kept is self.unread:
+            self.obstacle = error
 
     def _files(self, path: Path) -> Iterator[Path]:
         status = self._fs.status(path)
@@ -119,6 +124,11 @@ class _Check:
             yield path
             return
         folder = DiskFolder(self._fs, path)
+        try:
+            folder.entries()
+        except OSError as error:
+            self._note(path, error)
+            return
         shards = missing_shards(folder)
         self.problems += [f"{name} is missing" for name in shards]
         if any(name.endswith(".index.json") for name in folder.entries()):

@@ -32,7 +32,8 @@ class DiskFolder:
     """A directory on a disk, read once; see `model.Folder`.
 
     `only` leaves out all directories but those of these names. `entries` are those of the
-    directory, and `folders` views of directories in it, where the caller has them.
+    directory, and `folders` views of directories in it, where the caller has them. One in it that
+    this user may not read is as an empty one: it says nothing about the others.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DiskFolder:
         *,
         only: Collection[str] | None = None,
         is_there: bool = True,
+        is_below: bool = False,
         entries: Mapping[str, FileStatus] | None = None,
         folders: Mapping[str, DiskFolder] | None = None,
     ) -> None:
@@ -49,6 +51,7 @@ class DiskFolder:
         self._path = path
         self._only = only
         self._is_there = is_there
+        self._is_below = is_below
         self._known = entries
         self._folders: dict[str, DiskFolder] = dict(folders or {})
 
@@ -66,6 +69,10 @@ class DiskFolder:
             found = self._fs.list(self._path)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except PermissionError:
+            if not self._is_below:
+                raise
+            return {}
         if self._only is None:
             return found
         return {
@@ -77,7 +84,9 @@ class DiskFolder:
         if name not in self._folders:
             status = self._entries.get(name)
             is_there = status is not None and status.is_directory
-            self._folders[name] = DiskFolder(self._fs, self._path / name, is_there=is_there)
+            self._folders[name] = DiskFolder(
+                self._fs, self._path / name, is_there=is_there, is_below=True
+            )
         return self._folders[name]
 
     def text(self, name: str) -> str | None:
@@ -212,7 +221,7 @@ def _measure(fs: FileSystem, path: Path) -> tuple[int, float]:
     total, newest, folders = 0, 0.0, [path]
     while folders:
         folder = folders.pop()
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             for name, one in fs.list(folder).items():
                 if one.is_directory:
                     folders.append(folder / name)
@@ -242,10 +251,12 @@ def runs_below(
     *,
     most_folders: int = _MOST_FOLDERS,
     most_depth: int = _MOST_DEPTH,
+    unread: list[OSError] | None = None,
 ) -> tuple[list[Run], bool]:
     """Return the runs in the folders of a directory, and whether all folders were looked at.
 
-    A run is not searched for further runs; hidden folders and links are left out.
+    A run is not searched for further runs; hidden folders and links are left out. The errors of
+    folders that cannot be read are added to `unread`.
     """
     runs: list[Run] = []
     waiting = [(directory, 0)]
@@ -257,8 +268,10 @@ def runs_below(
             folder = DiskFolder(fs, path)
             entries = folder.entries()
             run = None if depth == 0 else _run(path, folder)
-        except OSError:
-            continue  # a folder that may not be read
+        except OSError as error:
+            if unread is not None:
+                unread.append(error)
+            continue
         if run is not None:
             runs.append(run)
         elif depth < most_depth:

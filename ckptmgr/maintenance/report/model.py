@@ -25,7 +25,7 @@ from ckptmgr.maintenance.prune_plan import (
     plan_with,
     policy_for,
 )
-from ckptmgr.maintenance.verdict import problem_of
+from ckptmgr.maintenance.watch.directory import problem_of
 from ckptmgr.observe.events import Event
 from ckptmgr.observe.json_lines import EventLines
 from ckptmgr.policy.forecast import most_kept

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
@@ -203,3 +204,11 @@ class WatchedDirectory:
         token = parse_temp(temp)
         is_own = token is not None and token[0] == self.store.processes.token()
         return token is not None and not is_own and self.store.processes.is_dead(token[0]) is False
+
+
+def problem_of(error: CkptmgrError | OSError) -> str:
+    """Return an error as one sentence that names its path."""
+    if isinstance(error, CkptmgrError):
+        return error.message if error.path is None else f"{error.path}: {error.message}"
+    path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    return f"{path}{error.strerror or error}"

@@ -22,11 +22,11 @@ from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.maintenance.prune_plan import PolicyOf, nothing_spared
-from ckptmgr.maintenance.verdict import Level, problem_of
+from ckptmgr.maintenance.verdict import Level
 from ckptmgr.maintenance.watch.alarms import span
 from ckptmgr.maintenance.watch.changes import Batch, Changes
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
-from ckptmgr.maintenance.watch.directory import WatchedDirectory
+from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.memory import Memory
 from ckptmgr.maintenance.watch.mirroring import Uploads
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, SeriesRow
