@@ -79,8 +79,9 @@ class Place:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """The paths of the checkpoints of other tools, which may be folders."""
-        return frozenset(one.checkpoint.path for one in self.others)
+        """The paths of the checkpoints of other tools in it, which may be folders."""
+        paths = frozenset(one.checkpoint.path for one in self.others)
+        return paths - {self.store.directory} if len(paths) > 1 else paths
 
     @property
     def entries(self) -> list[Entry]:
@@ -169,10 +170,8 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
     listed = list_selected(store, series=series, with_leftovers=with_leftovers)
     if with_leftovers and is_url(store.directory):
         listed = [*listed, *_left_at(store, listed, series=series)]
-    foreign = foreign_of(store)
-    found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
-    if foreign.is_itself:
-        found = []
+    foreign = foreign_of(store, with_hub=not is_url(store.directory))
+    found = [_sniffed(store, c) for c in listed if not foreign.has(c)]
     return Place(
         store=store,
         found=found,

@@ -11,6 +11,7 @@
 | torchtitan-or-dcp | other `step-N/` with DCP or Hub files | the same | - |
 | orbax | `N/`, `PREFIX_N/` | the final name, `commit_timestamp_nsecs` | - |
 | dcp | any other directory with `*.distcp` | `.metadata` | - |
+| hub | a folder with shards, or with links to weights; asked about itself alone | - | - |
 
 Sources: transformers 5.23 `trainer.py` `_save_checkpoint`; lightning 2.6 `model_checkpoint.py`;
 Megatron-LM `training/checkpointing.py`; DeepSpeed `runtime/engine.py` `save_checkpoint`; torchtitan
@@ -34,6 +35,11 @@ from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
+_INDEX = ".index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_WEIGHT_INDEXES = tuple(f"{suffix}{_INDEX}" for suffix in _WEIGHT_SUFFIXES)
+_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})(\.safetensors|\.bin)")
+_MOST_SHARDS = 10_000
 _ZIP_MAGIC = b"PK\x03\x04"
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)\S*\.(?:bin|safetensors)")
 _FILE_SUFFIX = ".ckpt"
@@ -113,8 +119,8 @@ class Recognition:
     pointers: tuple[Pointer, ...]
 
 
-def recognise(folder: Folder) -> list[Recognition]:
-    """Return the checkpoints of other tools in a directory, in the order of `LAYOUTS`."""
+def recognise(folder: Folder, layouts: Sequence[Layout] | None = None) -> list[Recognition]:
+    """Return the checkpoints of other tools in a directory, in the order of the layouts."""
     # Of files only those of Lightning are checkpoints; a run of ours has very many others.
     entries = {
         name: one
@@ -122,7 +128,7 @@ def recognise(folder: Folder) -> list[Recognition]:
         if (one.is_directory or name.endswith(_FILE_SUFFIX)) and not name.startswith(".")
     }
     answer: list[Recognition] = []
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if layouts is None else layouts:
         fitting = [
             name
             for name, status in entries.items()
@@ -166,21 +172,71 @@ def _object(folder: Folder, name: str) -> dict[str, object] | None:
 
 
 def missing_shards(folder: Folder) -> list[str]:
-    """Return the files that an index of weights (`*.index.json`) names and the directory lacks."""
-    entries = folder.entries()
-    missing: set[str] = set()
-    for name in entries:
-        if name.endswith(".index.json"):
+    """Return the files that an index of weights (`*.index.json`) names and the directory lacks.
+
+    Of several indexes, such as for safetensors and for pickles, one that none of its files is here
+    for does not count beside one that is whole.
+    """
+    by_index: dict[str, tuple[set[str], set[str]]] = {}
+    for name in folder.entries():
+        if name.endswith(_INDEX):
             places = (_object(folder, name) or {}).get("weight_map")
-            if not isinstance(places, dict):
-                missing.add(f"the weight_map of {name}")
-                continue
-            missing |= {str(place) for place in places.values() if place not in entries}
-    return sorted(missing)
+            wanted = {str(one) for one in places.values()} if isinstance(places, dict) else set()
+            wanted = wanted or {f"the weight_map of {name}"}
+            by_index[name] = (wanted, {one for one in wanted if folder.file(one) is None})
+    has_whole = any(not missing for _, missing in by_index.values())
+    counted = [
+        missing for wanted, missing in by_index.values() if not (has_whole and missing == wanted)
+    ]
+    return sorted(set().union(*counted))
 
 
 def _missing(files: Sequence[str]) -> str | None:
     return f"{files[0]} is missing" if files else None
+
+
+def _is_of_hub(folder: Folder, name: str) -> bool:
+    """Return whether a folder has weights in shards, or as links, as the cache of the Hub has them."""
+    entries = folder.folder(name).entries()
+    return any(
+        one.endswith(_WEIGHT_INDEXES)
+        or _SHARD.fullmatch(one)
+        or (one.endswith(_WEIGHT_SUFFIXES) and _is_link(status))
+        for one, status in entries.items()
+    )
+
+
+def _is_link(status: FileStatus) -> bool:
+    return not (status.is_file or status.is_directory)
+
+
+def _hub_problem(folder: Folder, name: str, step: int | None) -> str | None:
+    inside = folder.folder(name)
+    entries = inside.entries()
+    lost = missing_shards(inside)
+    lost += [
+        one
+        for one, status in sorted(entries.items())
+        if one.endswith(_WEIGHT_SUFFIXES) and _is_link(status) and inside.file(one) is None
+    ]
+    if not any(one.endswith(_WEIGHT_INDEXES) for one in entries):
+        lost += _missing_numbers(inside)
+    return _missing(lost)
+
+
+def _missing_numbers(folder: Folder) -> list[str]:
+    """Return the shards that the names of others count and the directory lacks, without an index."""
+    groups = {
+        (match[1], int(match[2]), match[3])
+        for match in map(_SHARD.fullmatch, folder.entries())
+        if match is not None and int(match[2]) <= _MOST_SHARDS
+    }
+    names = (
+        f"{stem}-{number:05d}-of-{count:05d}{suffix}"
+        for stem, count, suffix in sorted(groups)
+        for number in range(1, count + 1)
+    )
+    return [name for name in names if folder.file(name) is None]
 
 
 def _is_of_transformers(folder: Folder, name: str) -> bool:
@@ -516,4 +572,14 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
 )
 """The tools, the first that recognises an entry has it."""
-TITLES: Mapping[str, str] = {layout.tool: layout.title for layout in LAYOUTS}
+HUB = Layout(
+    tool="hub",
+    title="the Hugging Face Hub",
+    names=re.compile(r"(?!)()"),  # none has a step
+    is_its=_is_of_hub,
+    why_incomplete=_hub_problem,
+    takes_others=True,
+    has_own_names=False,
+)
+"""A folder of a model, by itself: not one of the checkpoints of a training."""
+TITLES: Mapping[str, str] = {layout.tool: layout.title for layout in (*LAYOUTS, HUB)}

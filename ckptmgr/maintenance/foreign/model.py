@@ -56,6 +56,10 @@ class Folder(Protocol):
         """Return the view of a directory in it."""
         ...
 
+    def file(self, name: str) -> FileStatus | None:
+        """Return the status of a file, or of that in the same tree which a link leads to."""
+        ...
+
     def text(self, name: str) -> str | None:
         """Return the text of a small file; None if there is none, or it is too large or no text."""
         ...
