@@ -16,7 +16,8 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.files import CachedFile
+from ckptmgr.io.descriptors import HeldDirectories
+from ckptmgr.io.files import CachedFile, NoRegularFile
 from ckptmgr.maintenance.prune_plan import Counted, PolicyOf, counted_together
 from ckptmgr.maintenance.recorded_policy import check_writers, deciding_checkpoint, recorded_policy
 from ckptmgr.policy.rules import RetentionPolicy
@@ -116,8 +117,22 @@ def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
     Raises:
         CkptmgrError: As `load_policy`.
     """
-    path = directory / CONFIG_NAME
-    text = _keep_of(path) if path.exists() else None
+    path, held = directory / CONFIG_NAME, HeldDirectories()
+    try:
+        with (
+            held.hold(directory),
+            held.entry(path) as at,
+            closing(CachedFile(path, dir_fd=at.dir_fd)) as file,
+        ):
+            text = keep_in(file, path)
+    except FileNotFoundError:
+        return None
+    except NoRegularFile as error:
+        raise CkptmgrError(
+            f"says what to keep, but {error.strerror}",
+            path=path,
+            hint="put the file itself here, or pass --keep",
+        ) from None
     if text is None:
         return None
     try:
@@ -126,19 +141,23 @@ def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 
 
-def _keep_of(path: Path) -> str | None:
-    with closing(CachedFile(path)) as file:  # which refuses a FIFO
-        check_writers(path, file.status())
-        if file.size > _MAX_CONFIG_BYTES:
-            raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
-        try:
-            data = read_bytes(file, 0, file.size)
-        except TruncatedError as error:
-            raise CkptmgrError(
-                "says what to keep, but became shorter while it was read",
-                path=path,
-                hint="run the command again",
-            ) from error
+def keep_in(file: CachedFile, path: Path) -> str | None:
+    """Return the text of the policy in an open file; None if it has none.
+
+    Raises:
+        CkptmgrError: As `load_policy`.
+    """
+    check_writers(path, file.status())
+    if file.size > _MAX_CONFIG_BYTES:
+        raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
+    try:
+        data = read_bytes(file, 0, file.size)
+    except TruncatedError as error:
+        raise CkptmgrError(
+            "says what to keep, but became shorter while it was read",
+            path=path,
+            hint="run the command again",
+        ) from error
     try:
         document = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:
