@@ -18,7 +18,7 @@ import click
 
 from ckptmgr.cli.layout import columns_of, wrapped
 from ckptmgr.core import errors
-from ckptmgr.core.printable import printable
+from ckptmgr.core.printable import MOST_CHARACTERS, error_text, printable
 from ckptmgr.crypto.keys.source_names import spells_key
 
 _LONG_NAME = re.compile(r"[^\s/]{256,}")  # the names of files have at most 255 bytes
@@ -249,9 +249,9 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
         return _as_sentence(error.format_message()), None, None
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
-        return error.strerror or str(error), None, path
+        return printable(error.strerror or str(error), MOST_CHARACTERS), None, path
     hint = "this is a bug in ckptmgr; run it again with ckptmgr --debug and report what it prints"
-    return f"internal error: {type(error).__name__}: {error}", hint, None
+    return f"internal error: {type(error).__name__}: {error_text(error)}", hint, None
 
 
 def _listed(found: re.Match[str]) -> str:

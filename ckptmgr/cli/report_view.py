@@ -24,7 +24,7 @@ from ckptmgr.observe.events import Event
 _SHOWN, _SHOWN_METRICS = 10, 6
 _MOST_CELL, _MOST_NAME = 500, 40  # characters
 _MARKUP = re.compile(
-    r"[\\`*\[\]{}#!|>~$^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|^[-+](?=[ -])|(?<=^[0-9])[.)]"
+    r"[\\`*\[\]{}#!|>~$^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=\])\(|^[-+](?=[ -])|(?<=^[0-9])[.)]"
 )
 _REFERENCES = re.compile(r"[@#!$%~^](?=\w)|&amp;(?=\w)|(?i:https?|ftp|mailto|xmpp|www|GH)(?=[:.-])")
 _COLUMNS = ("step", "series", "run", "saved_at", "size_bytes", "state", "fate", "why", "verified_at", "path")  # fmt: skip
@@ -81,8 +81,8 @@ def print_csv(report: RunReport) -> None:
 
 def print_markdown(report: RunReport) -> None:
     """Print headings and tables of Markdown, for a merge request or a wiki."""
-    lines = [f"# Checkpoints of {_markdown(str(report.directory))}", ""]
-    lines += [f"* {_markdown(one)}" for one in _sentences(report)]
+    lines = [f"# Checkpoints of {markdown_text(str(report.directory))}", ""]
+    lines += [f"* {markdown_text(one)}" for one in _sentences(report)]
     metrics = report.usual_metrics()
     names = ("step", "saved", "size", *metrics, "state", "fate", "why")
     lines += ["", _row(names), f"|{' --- |' * len(names)}"]
@@ -91,7 +91,12 @@ def print_markdown(report: RunReport) -> None:
     lines += [f"\n{one}" for one in (*left_out, report.more_metrics(metrics)) if one]
     failures = list(_failures(report))
     if failures:
-        lines += ["", "## Failures", "", *(f"* {_markdown(one)}" for one in failures[-MOST_ROWS:])]
+        lines += [
+            "",
+            "## Failures",
+            "",
+            *(f"* {markdown_text(one)}" for one in failures[-MOST_ROWS:]),
+        ]
         lines += [f"\n{one}" for one in _left_out("failures", len(failures), MOST_ROWS, "--json")]
     click.echo(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"), nl=False)
 
@@ -209,10 +214,10 @@ def _csv_cell(cell: Json) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_markdown, cells)) + " |"
+    return "| " + " | ".join(map(markdown_text, cells)) + " |"
 
 
-def _markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """Return a text that Markdown shows as it is, without links, pictures, references or HTML.
 
     Sites link `@name`, `#1`, `http://` and their like also where the signs are escaped: a space

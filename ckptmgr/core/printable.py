@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from ckptmgr.core.errors import CkptmgrError
+
 MOST_CHARACTERS = 500
 """Of a text of others within a message."""
 
@@ -22,6 +24,12 @@ def printable(text: str, most: int | None = None) -> str:
         for char in text
     )
     return spelled if most is None else printable(spelled, most)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error for a log: ours as it is, of others one line of limited length."""
+    text = str(error)
+    return text if isinstance(error, CkptmgrError) else printable(text, MOST_CHARACTERS)
 
 
 def quoted(text: str) -> str:

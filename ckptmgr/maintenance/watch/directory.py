@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES
+from ckptmgr.core.printable import MOST_CHARACTERS, printable
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
@@ -211,4 +212,4 @@ def problem_of(error: CkptmgrError | OSError) -> str:
     if isinstance(error, CkptmgrError):
         return error.message if error.path is None else f"{error.path}: {error.message}"
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{path}{error.strerror or error}"
+    return f"{path}{printable(error.strerror or str(error), MOST_CHARACTERS)}"
