@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from click.testing import Result
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.store.store import Store
 from tests.cli.running import run
+from tests.support.users import GROUP, USER, as_user
 
 Plant = Callable[[Path], object]
 
@@ -76,6 +78,7 @@ KINDS: dict[str, Plant] = {
     "newer policy": changed(keep="newest(3)"),
     "policy that others can write": lambda path: path.chmod(0o666),
     "policy that keeps nothing": changed(keep="tagged(none)"),
+    "no metric": changed(metrics={}),
     "JSON of somebody else": replaced(b'{"a": [1, 2]}'),
     "no JSON": replaced(b"\x00\xff{"),
     "empty": replaced(b""),
@@ -103,6 +106,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "prune --by-series": ("prune", "{}", "--by-series", "--dry-run"),
     "prune --keep best": ("prune", "{}", "--keep", "best(1, loss, min)", "--dry-run"),
     "simulate": ("simulate", "last(1)", "{}"),
+    "simulate best": ("simulate", "best(1, loss, min)", "{}"),
 }
 
 
@@ -212,7 +216,7 @@ def test_refused_policy_of_one_run_is_named_and_the_exit_code_says_it(
         result = run(*arguments)
         assert result.exit_code == code
         assert "bad" in result.stderr
-    assert "no policy applied" in run("report", directory, "--markdown").stdout
+    assert "left out: " in run("report", directory, "--markdown").stdout
     assert "all stay, because of an error" in run("prune", directory, "--dry-run").stdout
     assert run("prune", directory, "--check").exit_code == code
     assert run("prune", directory, "--yes").exit_code == code
@@ -250,3 +254,66 @@ def test_report_with_a_refused_policy_file_shows_the_directory(
     assert (result.exit_code, "net-3.safetensors" in result.stdout) == (3, True)
     assert "keep is not a text" in result.stderr
     assert "keep is not a text" in result.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (("ls", "-r", "{}"), 3),
+        (("stats", "{}"), 3),
+        (("verify", "{}/a", "{}/b"), 3),
+        (("watch", "{}/a", "{}/b", "--once"), None),
+    ],
+)
+def test_folder_that_may_not_be_read_is_named_and_the_rest_is_answered(
+    mode: int, command: tuple[str, ...], code: int | None, pristine: Path
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as text:  # pytest's is for its user alone
+        tree = Path(text)
+        tree.chmod(0o755)
+        for name in ("a", "b"):
+            shutil.copytree(pristine, tree / name)
+            for path in (tree / name, *(tree / name).iterdir()):
+                os.chown(path, USER, GROUP)
+        (tree / "b").chmod(mode)
+        arguments = [part.format(tree) for part in command]
+
+        def act() -> tuple[int, str, str]:
+            result = run(*arguments)
+            return result.exit_code, result.stdout, result.stderr
+
+        act()  # what it imports is imported then
+        shutil.rmtree(tree / "a/.ckptmgr-checks", ignore_errors=True)
+        exit_code, output, errors = as_user(act)  # type: ignore[misc]
+    assert exit_code == code if code is not None else exit_code in (1, 3)
+    assert f"{tree / 'b'}" in errors + output
+    assert "internal error" not in errors
+    assert "net-3" in output or "6" in output
+
+
+def test_run_without_the_metric_of_a_policy_is_left_out_by_name(
+    pristine: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(pristine, tmp_path / "runs"))
+    for manifest in directory.glob("bad-*.manifest.json"):
+        KINDS["no metric"](manifest)
+    for command in (
+        ("simulate", "best(1, loss, min)", directory),
+        ("prune", directory, "--keep", "best(1, loss, min)", "--dry-run"),
+    ):
+        result = run(*command, "--json")
+        assert (result.exit_code, "series 'bad'" in result.stderr) == (13, True)
+        assert len(answer(result, "net")) == 3
+        assert not answer(result, "bad")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives folders away")
+def test_trash_of_a_stranger_is_named_and_the_report_made(pristine: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(pristine, tmp_path / "runs"))
+    (directory / ".ckptmgr-trash").mkdir()
+    os.chown(directory / ".ckptmgr-trash", USER, GROUP)
+    result = run("report", directory, "--json")
+    assert (result.exit_code, ".ckptmgr-trash" in result.stderr) == (3, True)
+    assert len(answer(result, "net")) == 3

@@ -59,7 +59,9 @@ class DiskFolder:
         self._only = only
         self._is_there = is_there
         self._above = above
-        self._tree = above._tree if above is not None else tree_of(path) if tree is None else tree
+        self._tree: Path = (
+            above._tree if above is not None else tree_of(path) if tree is None else tree
+        )
         self._known = entries
         self._folders: dict[str, DiskFolder] = {}
 

@@ -92,7 +92,7 @@ def save_chart(saves: Sequence[Event]) -> str:
 
 def space_chart(used: Sequence[tuple[datetime, int]]) -> str:
     """Return the bytes of the directory by time, as steps."""
-    used = used[:: math.ceil(len(used) / _MOST_POINTS)] + used[-1:]
+    used = [*used[:: math.ceil(len(used) / _MOST_POINTS)], used[-1]]
     times = [at.timestamp() for at, _ in used]
     highest = max(size for _, size in used) or 1
     x = _scale(times[0], times[-1], _LEFT, WIDTH - _RIGHT)

@@ -141,8 +141,8 @@ class RunReport:
         used: Time and bytes of the directory after each noted save and prune; empty without events.
         has_events: Whether events were given; without them nothing is known about the cost of saves.
         unreadable_event_count: Lines of the file of events that are none.
-        refused: Errors about the policies of single runs, or of all; their checkpoints count as
-            kept.
+        refused: Errors about the policies of single runs, or of all, whose checkpoints count as
+            kept, and about the trash.
     """
 
     directory: Path
@@ -173,12 +173,12 @@ class RunReport:
         return f"and {left_out:,} more metrics, which --json has" if left_out else None
 
     def policy_sentences(self) -> Iterator[str]:
-        """Yield the policy, and the errors about those of single runs."""
+        """Yield the policy, and the errors about what is left out."""
         yield "no retention policy" if self.policy is None else f"policy {self.policy}"
         for error in self.refused[:_MOST_REFUSED]:
-            yield f"no policy applied, {problem_of(error)}"
+            yield f"left out: {problem_of(error)}"
         if len(self.refused) > _MOST_REFUSED:
-            yield f"and {len(self.refused) - _MOST_REFUSED:,} more policies that are not applied"
+            yield f"left out: {len(self.refused) - _MOST_REFUSED:,} more for such reasons"
 
     def count(self, fate: Fate) -> int:
         """Return how many checkpoints have this fate."""
@@ -223,12 +223,12 @@ def make_report(
         entries += its
     if isinstance(policy, RetentionPolicy):
         policies = [policy]
-    thrown = [
-        one
-        for batch in trash.batches(store)
-        for one in batch.checkpoints
-        if series in (None, one.series)
-    ]
+    try:
+        batches = trash.batches(store)
+    except (CkptmgrError, OSError) as error:
+        refused.append(error)
+        batches = []
+    thrown = [one for batch in batches for one in batch.checkpoints if series in (None, one.series)]
     entries += [_entry(one, one.run_id, Fate.TRASH, checks) for one in thrown]
     entries += _gone(own, {one.path.name for one in entries})
     entries.sort(key=lambda one: (one.saved_at, one.step or 0))
