@@ -156,7 +156,7 @@ def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> 
     if as_json:
         _write_json(code, type(error).__name__, message, hint, path)
         return code
-    place = "" if path is None else f"{path}: "
+    place = "" if path is None else f"{escape(path)}: "
     _say("error", f"{place}{message}")
     if hint is not None:
         _say("hint", hint)
@@ -197,7 +197,9 @@ def note(text: str) -> None:
 
 
 def _say(kind: str, text: str) -> None:
+    """Write a text; further lines are indented, so that none passes for another message."""
     first, *others = (escape(cut(line)) for line in text.splitlines() or [""])
+    others = [line if line.startswith("  ") else f"  {line}" for line in others]
     columns = columns_of(sys.stderr)
     lines = chain(*(wrapped(line, columns) for line in (f"ckptmgr: {kind}: {first}", *others)))
     to_stderr("".join(f"{line}\n" for line in lines))
