@@ -149,7 +149,25 @@ def test_linked_shard_of_a_trainer_counts_inside_its_directory_alone(tmp_path: P
     shutil.move(run_folder / "shared", tmp_path / "shared")
     (inside / "model.safetensors").unlink()
     (inside / "model.safetensors").symlink_to(tmp_path / "shared")
-    assert verdict(inside) == (1, "incomplete", "model.safetensors is missing")
+    assert verdict(inside) == (1, "incomplete", "no weights; model.safetensors is missing")
+    (inside / INDEX).unlink()
+    assert verdict(inside) == (1, "incomplete", "no weights")
+
+
+@pytest.mark.parametrize("name", ["model.gguf", "tf_model.h5", "consolidated.00.pth"])
+def test_snapshot_of_other_weights_is_listed_and_verified(name: str, tmp_path: Path) -> None:
+    folder = cached(tmp_path)
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / name).symlink_to("../../blobs/1")
+    (folder / "faiss.index.json").write_text("{}")
+    (folder / "README.md").symlink_to("gone")
+    code, status, _ = verdict(folder)
+    assert (code, status) in ((0, "unverified"), (1, "damaged"))
+    assert "links to nothing or out of the tree" in run("verify", folder).stdout
+    (folder / name).unlink()
+    (folder / name).symlink_to("../../blobs/gone")
+    assert verdict(folder) == (1, "incomplete", f"{name} is missing")
 
 
 def test_folder_with_manifests_of_ours_stays_ours(tmp_path: Path) -> None:

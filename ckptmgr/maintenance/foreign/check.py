@@ -123,7 +123,9 @@ class _Check:
                 self.unchecked["folders in it"] = None
             elif status.is_directory:
                 self._check_folder(folder.folder(name), f"{place}{name}/")
-            elif found is not None:
+            elif found is None:
+                self.unchecked["links to nothing or out of the tree"] = None
+            else:
                 self._check(f"{place}{name}", found[0], lambda one: folder.file(one) is not None)
 
     def _check(self, name: str, path: Path, is_beside: Callable[[str], bool]) -> None:

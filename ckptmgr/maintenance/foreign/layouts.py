@@ -36,9 +36,11 @@ from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
 _INDEX = ".index.json"
-_WEIGHT_SUFFIXES = (".safetensors", ".bin")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".pt", ".pth")
 _WEIGHT_INDEXES = tuple(f"{suffix}{_INDEX}" for suffix in _WEIGHT_SUFFIXES)
-_SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})(\.safetensors|\.bin)")
+_SHARD = re.compile(
+    rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}})({'|'.join(map(re.escape, _WEIGHT_SUFFIXES))})"
+)
 _MOST_SHARDS = 10_000
 _ZIP_MAGIC = b"PK\x03\x04"
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)\S*\.(?:bin|safetensors)")
@@ -181,6 +183,8 @@ def missing_shards(folder: Folder) -> list[str]:
     for name in folder.entries():
         if name.endswith(_INDEX):
             places = (_object(folder, name) or {}).get("weight_map")
+            if not (isinstance(places, dict) or name.endswith(_WEIGHT_INDEXES)):
+                continue  # of something else
             wanted = {str(one) for one in places.values()} if isinstance(places, dict) else set()
             wanted = wanted or {f"the weight_map of {name}"}
             by_index[name] = (wanted, {one for one in wanted if folder.file(one) is None})
@@ -256,7 +260,7 @@ def _transformers_problem(folder: Folder, name: str, step: int | None) -> str | 
         return "trainer_state.json is not whole"
     if state.get("global_step") != step:
         return "trainer_state.json is of another step"
-    has_weights = any(_WEIGHTS.fullmatch(one) for one in entries)
+    has_weights = any(_WEIGHTS.fullmatch(one) and inside.file(one) is not None for one in entries)
     if not has_weights and not any(status.is_directory for status in entries.values()):
         return "no weights"
     return _missing(missing_shards(inside))
