@@ -286,7 +286,9 @@ def test_folder_that_may_not_be_read_is_named_and_the_rest_is_answered(
 
         act()  # what it imports is imported then
         shutil.rmtree(tree / "a/.ckptmgr-checks", ignore_errors=True)
-        exit_code, output, errors = as_user(act)  # type: ignore[misc]
+        answered = as_user(act)
+    assert isinstance(answered, list)
+    exit_code, output, errors = answered
     assert exit_code == code if code is not None else exit_code in (1, 3)
     assert f"{tree / 'b'}" in errors + output
     assert "internal error" not in errors

@@ -167,7 +167,7 @@ def _object(folder: Folder, name: str) -> dict[str, object] | None:
     """Return a JSON object in a file; None if there is none."""
     text = folder.text(name)
     try:
-        value = None if text is None else json.loads(text, parse_constant=str)  # NaN == NaN, too
+        value = None if text is None else json.loads(text)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
@@ -293,7 +293,8 @@ def _goes_on(state: dict[str, object], newer: dict[str, object]) -> bool:
     earlier, later = state.get("log_history"), newer.get("log_history")
     if not (isinstance(earlier, list) and earlier):
         return True
-    return isinstance(later, list) and later[: len(earlier)] == earlier
+    # As texts, because a loss that is NaN is not equal to itself.
+    return isinstance(later, list) and repr(later[: len(earlier)]) == repr(earlier)
 
 
 def _best_of(state: dict[str, object], entries: Mapping[str, FileStatus]) -> list[Pointer]:
