@@ -74,7 +74,8 @@ def data_replaced(make: Plant) -> Plant:
 
 
 KINDS: dict[str, Plant] = {
-    "newer schema": changed(schema=99),
+    "newer schema": changed(schema="ckptmgr.manifest/2"),
+    "no schema": changed(schema=99),
     "newer policy": changed(keep="newest(3)"),
     "policy that others can write": lambda path: path.chmod(0o666),
     "policy that keeps nothing": changed(keep="tagged(none)"),

@@ -543,3 +543,11 @@ def test_link_to_the_last_checkpoint_protects_one_here_or_stops_a_prune(
         return
     with pytest.raises(UnsafePrune, match=r"last\.ckpt of PyTorch Lightning"):
         kept_by(run, "last(1)")
+
+
+def test_universal_checkpoint_of_deepspeed_is_what_its_note_names(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    (run / "global_step20_universal/zero").mkdir(parents=True)
+    (run / "latest_universal").write_text("global_step20_universal")
+    assert kept_by(run, "last(1)") == {"global_step30"}
+    assert (run / "global_step20_universal").is_dir()

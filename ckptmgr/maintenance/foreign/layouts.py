@@ -396,7 +396,9 @@ def _torchtitan_problem(folder: Folder, name: str, step: int | None) -> str | No
 
 def _is_of_deepspeed(folder: Folder, name: str) -> bool:
     return any(
-        _MODEL_STATES.fullmatch(one) or _OPTIMIZER_RANK.fullmatch(one)
+        _MODEL_STATES.fullmatch(one)
+        or _OPTIMIZER_RANK.fullmatch(one)
+        or (one == "zero" and name.endswith("_universal"))
         for one in folder.folder(name).entries()
     )
 
