@@ -165,6 +165,7 @@ def test_snapshot_of_other_weights_is_listed_and_verified(name: str, tmp_path: P
     code, status, _ = verdict(folder)
     assert (code, status) in ((0, "unverified"), (1, "damaged"))
     assert "links to nothing or out of the tree" in run("verify", folder).stdout
+    assert "1 checkpoint in 1 directory" in run("ls", "-r", tmp_path).stdout
     (folder / name).unlink()
     (folder / name).symlink_to("../../blobs/gone")
     assert verdict(folder) == (1, "incomplete", f"{name} is missing")

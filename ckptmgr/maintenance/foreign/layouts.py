@@ -199,9 +199,8 @@ def _missing(files: Sequence[str]) -> str | None:
     return f"{files[0]} is missing" if files else None
 
 
-def _is_of_hub(folder: Folder, name: str) -> bool:
+def is_hub_folder(entries: Mapping[str, FileStatus]) -> bool:
     """Return whether a folder has weights in shards, or as links, as the cache of the Hub has them."""
-    entries = folder.folder(name).entries()
     return any(
         one.endswith(_WEIGHT_INDEXES)
         or _SHARD.fullmatch(one)
@@ -583,7 +582,7 @@ HUB = Layout(
     tool="hub",
     title="the Hugging Face Hub",
     names=re.compile(r"(?!)()"),  # none has a step
-    is_its=_is_of_hub,
+    is_its=lambda folder, name: is_hub_folder(folder.folder(name).entries()),
     why_incomplete=_hub_problem,
     takes_others=True,
     has_own_names=False,

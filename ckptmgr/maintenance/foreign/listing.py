@@ -21,6 +21,7 @@ from ckptmgr.maintenance.foreign.layouts import (
     LAYOUTS,
     Recognised,
     Recognition,
+    is_hub_folder,
     recognise,
 )
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint, Pointer
@@ -344,4 +345,6 @@ def _run(path: Path, folder: DiskFolder) -> Run | None:
     own -= {one.name for recognition in theirs for one in recognition.found}
     count = len(own) + sum(len(one.found) for one in theirs)
     tools = tuple(one.layout.tool for one in theirs)
+    if not count and is_hub_folder(folder.entries()):
+        count, tools = 1, (HUB.tool,)
     return Run(path=path, count=count, tools=tools) if count else None
