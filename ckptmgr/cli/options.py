@@ -77,8 +77,8 @@ def check_place(text: object) -> None:
 class _Path(click.Path):
     """A path of the disk; with `takes_urls` also the address of an object store."""
 
-    def __init__(self, *, takes_urls: bool = False) -> None:
-        super().__init__(path_type=Path, readable=False)  # the command says what it cannot read
+    def __init__(self, *, takes_urls: bool = False, readable: bool = True) -> None:
+        super().__init__(path_type=Path, readable=readable)
         self._takes_urls = takes_urls
 
     def convert(
@@ -109,6 +109,8 @@ def checked_address(text: str) -> str:
 
 
 PATH = _Path()
+ONE_OF_SEVERAL = _Path(readable=False)
+"""A path that the command names if it cannot be read, and goes on."""
 PLACE = _Path(takes_urls=True)
 """A path, or the address of an object store."""
 

@@ -43,7 +43,9 @@ _REFRESH_S = 15
         "watch runs/* --prune --state ~/.local/state/ckptmgr-watch.json --json",
     ),
 )
-@click.argument("directories", type=options.PATH, nargs=-1, required=True, metavar="DIR...")
+@click.argument(
+    "directories", type=options.ONE_OF_SEVERAL, nargs=-1, required=True, metavar="DIR..."
+)
 @click.option("--quick", "level", flag_value="quick", help="Verify sizes and structure only.")
 @click.option("--deep", "level", flag_value="deep", help="Also decode all tensors.")
 @click.option(
