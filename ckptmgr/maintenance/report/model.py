@@ -173,7 +173,7 @@ class RunReport:
         return f"and {left_out:,} more metrics, which --json has" if left_out else None
 
     def policy_sentences(self) -> Iterator[str]:
-        """Yield the policy, and the errors about what is left out."""
+        """Yield the policy, and the errors because of which something is left out."""
         yield "no retention policy" if self.policy is None else f"policy {self.policy}"
         for error in self.refused[:_MOST_REFUSED]:
             yield f"left out: {problem_of(error)}"
