@@ -197,9 +197,9 @@ def note(text: str) -> None:
 
 
 def _say(kind: str, text: str) -> None:
-    """Write a text; further lines are indented, so that none passes for another message."""
+    """Write a text; a further line that could pass for another message is indented."""
     first, *others = (escape(cut(line)) for line in text.splitlines() or [""])
-    others = [line if line.startswith("  ") else f"  {line}" for line in others]
+    others = [f"  {line}" if line.startswith("ckptmgr:") else line for line in others]
     columns = columns_of(sys.stderr)
     lines = chain(*(wrapped(line, columns) for line in (f"ckptmgr: {kind}: {first}", *others)))
     to_stderr("".join(f"{line}\n" for line in lines))
