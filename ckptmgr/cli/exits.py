@@ -18,6 +18,7 @@ import click
 
 from ckptmgr.cli.layout import columns_of, wrapped
 from ckptmgr.core import errors
+from ckptmgr.core.printable import MOST_CHARACTERS, error_text, printable
 from ckptmgr.crypto.keys.source_names import spells_key
 
 _LONG_NAME = re.compile(r"[^\s/]{256,}")  # the names of files have at most 255 bytes
@@ -155,7 +156,7 @@ def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> 
     if as_json:
         _write_json(code, type(error).__name__, message, hint, path)
         return code
-    place = "" if path is None else f"{path}: "
+    place = "" if path is None else f"{escape(path)}: "
     _say("error", f"{place}{message}")
     if hint is not None:
         _say("hint", hint)
@@ -196,7 +197,9 @@ def note(text: str) -> None:
 
 
 def _say(kind: str, text: str) -> None:
+    """Write a text; a further line that could pass for another message is indented."""
     first, *others = (escape(cut(line)) for line in text.splitlines() or [""])
+    others = [f"  {line}" if line.startswith("ckptmgr:") else line for line in others]
     columns = columns_of(sys.stderr)
     lines = chain(*(wrapped(line, columns) for line in (f"ckptmgr: {kind}: {first}", *others)))
     to_stderr("".join(f"{line}\n" for line in lines))
@@ -229,12 +232,7 @@ def cut(text: str) -> str:
 
 def escape(text: str) -> str:
     """Return text that cannot steer a terminal: unprintable characters are spelled out."""
-    if text.isprintable():
-        return text
-    return "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
+    return printable(text)
 
 
 def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
@@ -253,9 +251,9 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
         return _as_sentence(error.format_message()), None, None
     if isinstance(error, OSError):
         path = None if error.filename is None else str(error.filename)
-        return error.strerror or str(error), None, path
+        return printable(error.strerror or str(error), MOST_CHARACTERS), None, path
     hint = "this is a bug in ckptmgr; run it again with ckptmgr --debug and report what it prints"
-    return f"internal error: {type(error).__name__}: {error}", hint, None
+    return f"internal error: {type(error).__name__}: {error_text(error)}", hint, None
 
 
 def _listed(found: re.Match[str]) -> str:

@@ -113,8 +113,10 @@ class Chosen:
         known = {metric for one in found for metric in one.metrics} if names else set()
         for name in names if found else ():
             if name not in known:
+                from ckptmgr.policy.retention import metrics_text
+
                 close = difflib.get_close_matches(name, [*FIELDS, *known], n=1)
-                listed = ", ".join([*FIELDS, *sorted(known)])
+                listed = ", ".join([*FIELDS, *([metrics_text(found)] if known else [])])
                 raise UsageProblem(
                     f"no checkpoint here has a field or metric {name[:40]!r}",
                     hint=f"did you mean {close[0]}?" if close else f"there are {listed}",

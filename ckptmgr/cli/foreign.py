@@ -30,11 +30,11 @@ OpenStore = Callable[[Path], "Store"]
 _MOST_NAMED = 5
 
 
-def foreign_of(store: Store) -> ForeignListing:
-    """Return the checkpoints of other tools in the directory of a store."""
+def foreign_of(store: Store, *, with_hub: bool = False) -> ForeignListing:
+    """Return the checkpoints of other tools in the directory of a store; see `list_foreign`."""
     from ckptmgr.maintenance.foreign.listing import list_foreign
 
-    return list_foreign(store.fs, store.directory)
+    return list_foreign(store.fs, store.directory, with_hub=with_hub)
 
 
 def without_foreign(store: Store, found: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -207,7 +207,12 @@ def select_foreign(
         path = absolute(Path(text)) if text else Path()
         is_folder = path.is_dir()
         store = open_store(path if is_folder else path.parent)
-        listing = foreign_of(store) if is_folder or path.suffix == ".ckpt" else None
+        try:
+            listing = None
+            if is_folder or path.suffix == ".ckpt":
+                listing = foreign_of(store, with_hub=is_folder)
+        except OSError:  # which the selection of ours meets and reports
+            listing = None
         if text == "" or listing is None or not listing.checkpoints:
             left.append(text)
             continue
@@ -219,7 +224,10 @@ def select_foreign(
         ]
         for one in chosen:
             found[one.checkpoint.path] = (store, one)
-        has_own = is_folder and bool(without_foreign(store, store.scan()))
+        has_own = is_folder and any(
+            not (one.is_bare and listing.has(one)) and one.path not in listing.paths
+            for one in store.scan()
+        )
         if not chosen or has_own:
             left.append(text)
     return list(found.values()), left

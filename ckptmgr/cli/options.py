@@ -92,8 +92,8 @@ def check_is_run(place: Path) -> None:
 class _Path(click.Path):
     """A path of the disk; with `takes_urls` also the address of an object store."""
 
-    def __init__(self, *, takes_urls: bool = False) -> None:
-        super().__init__(path_type=Path)
+    def __init__(self, *, takes_urls: bool = False, readable: bool = True) -> None:
+        super().__init__(path_type=Path, readable=readable)
         self._takes_urls = takes_urls
 
     def convert(
@@ -124,6 +124,8 @@ def checked_address(text: str) -> str:
 
 
 PATH = _Path()
+ONE_OF_SEVERAL = _Path(readable=False)
+"""A path that the command names if it cannot be read, and goes on."""
 PLACE = _Path(takes_urls=True)
 """A path, or the address of an object store."""
 

@@ -15,7 +15,7 @@ from ckptmgr.cli.foreign import foreign_json, foreign_of, why_none
 from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
 from ckptmgr.cli.run_lines import run_by_name
 from ckptmgr.cli.selectors import list_selected
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import FormatError
@@ -79,8 +79,9 @@ class Place:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """The paths of the checkpoints of other tools, which may be folders."""
-        return frozenset(one.checkpoint.path for one in self.others)
+        """The paths of the checkpoints of other tools in it, which may be folders."""
+        paths = frozenset(one.checkpoint.path for one in self.others)
+        return paths - {self.store.directory} if len(paths) > 1 else paths
 
     @property
     def entries(self) -> list[Entry]:
@@ -109,8 +110,10 @@ def places_of(
     series: str | None,
     with_leftovers: bool,
     is_recursive: bool,
-) -> list[Place]:
+) -> tuple[list[Place], list[Exception]]:
     """Return the place of a directory, or with `is_recursive` those of all runs in it and below.
+
+    Then follow the errors about single runs and folders below it, which are left out.
 
     Raises:
         CheckpointNotFound: There is no such directory, or no run; names the runs below it.
@@ -131,25 +134,34 @@ def places_of(
             absence = why_none(store.fs, store.directory)
             if absence is not None:
                 raise absence
-        return [own]
+        return [own], []
     from ckptmgr.maintenance.foreign.listing import runs_below
 
+    unread: list[OSError] = []
     runs, is_all = runs_below(
-        store.fs, store.directory, most_folders=_MOST_FOLDERS, most_depth=_MOST_DEPTH
+        store.fs,
+        store.directory,
+        most_folders=_MOST_FOLDERS,
+        most_depth=_MOST_DEPTH,
+        unread=unread,
     )
+    failures: list[Exception] = [*unread]
     if not is_all:
         note(f"only the first {_MOST_FOLDERS:,} folders were searched")
-    below = [
-        place_of(run.path)
-        for run in runs
-        if not own.paths.intersection([run.path, *run.path.parents])
-    ]
+    below: list[Place] = []
+    for run in runs:
+        if own.paths.intersection([run.path, *run.path.parents]):
+            continue
+        try:
+            below.append(place_of(run.path))
+        except (CkptmgrError, OSError) as error:
+            failures.append(error)
     places = [place for place in (own, *below) if place.found or place.others]
-    if not (places or series or store.scan()):
+    if not (places or series or failures or store.scan()):
         raise CheckpointNotFound(
             "no checkpoint in this directory, nor in folders below it", path=store.directory
         )
-    return places
+    return places, failures
 
 
 def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
@@ -158,10 +170,8 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
     listed = list_selected(store, series=series, with_leftovers=with_leftovers)
     if with_leftovers and is_url(store.directory):
         listed = [*listed, *_left_at(store, listed, series=series)]
-    foreign = foreign_of(store)
-    found = [_sniffed(store, c) for c in listed if c.path not in foreign.paths]
-    if foreign.is_itself:
-        found = []
+    foreign = foreign_of(store, with_hub=not is_url(store.directory))
+    found = [_sniffed(store, c) for c in listed if not foreign.has(c)]
     return Place(
         store=store,
         found=found,

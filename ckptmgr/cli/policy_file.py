@@ -16,8 +16,9 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.files import CachedFile
-from ckptmgr.maintenance.prune_plan import PolicyOf, counted_together
+from ckptmgr.io.descriptors import HeldDirectories
+from ckptmgr.io.files import CachedFile, NoRegularFile
+from ckptmgr.maintenance.prune_plan import Counted, PolicyOf, counted_together
 from ckptmgr.maintenance.recorded_policy import check_writers, deciding_checkpoint, recorded_policy
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import PolicyTextError, parse_policy
@@ -63,14 +64,15 @@ def policy_in(
 
     Raises:
         UsageProblem: There is no policy, and no run of the directory has recorded one.
-        CkptmgrError: As `load_policy` and `recorded_policy`.
+        CkptmgrError: As `load_policy`. The errors of `recorded_policy` are left to the function:
+            each is about one run.
     """
     recorded = partial(recorded_policy, store)
     is_remote = is_url(store.directory)  # where no ckptmgr.toml is read
     if keep is None and (is_remote or policy_of(store.directory) is None):
         present = store.scan() if found is None else found
         together = counted_together(present, series=series, by_series=by_series)
-        if any(recorded(counted) is not None for counted in together):
+        if any(_says_something(recorded, counted) for counted in together):
             return recorded
     if keep is None and is_remote:
         raise UsageProblem(
@@ -80,20 +82,33 @@ def policy_in(
     return load_policy(keep, store.directory)
 
 
-def recorded_in(directory: Path) -> list[tuple[RetentionPolicy, Path]]:
-    """Return the policies that the runs of a directory recorded, each once, and a manifest that says it.
+def _says_something(recorded: PolicyOf, counted: Counted) -> bool:
+    try:
+        return recorded(counted) is not None
+    except (CkptmgrError, OSError):
+        return True
 
-    Raises:
-        CkptmgrError: As `recorded_policy`.
+
+def recorded_in(
+    directory: Path,
+) -> tuple[list[tuple[RetentionPolicy, Path]], list[Exception]]:
+    """Return the policies that the runs of a directory recorded, and the errors of others.
+
+    Each policy is there once, with a manifest that says it.
     """
     store = Store(directory)
     found: dict[RetentionPolicy, Path] = {}
+    refused: list[Exception] = []
     for counted in counted_together(store.scan()):
-        policy = recorded_policy(store, counted)
+        try:
+            policy = recorded_policy(store, counted)
+        except (CkptmgrError, OSError) as error:
+            refused.append(error)
+            continue
         newest = deciding_checkpoint(one for line in counted.lines for one in line.checkpoints)
         if policy is not None and newest is not None:
             found.setdefault(policy, store.directory / manifest_name(newest.name))
-    return list(found.items())
+    return list(found.items()), refused
 
 
 def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
@@ -102,8 +117,22 @@ def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
     Raises:
         CkptmgrError: As `load_policy`.
     """
-    path = directory / CONFIG_NAME
-    text = _keep_of(path) if path.exists() else None
+    path, held = directory / CONFIG_NAME, HeldDirectories()
+    try:
+        with (
+            held.hold(directory),
+            held.entry(path) as at,
+            closing(CachedFile(path, dir_fd=at.dir_fd)) as file,
+        ):
+            text = keep_in(file, path)
+    except FileNotFoundError:
+        return None
+    except NoRegularFile as error:
+        raise CkptmgrError(
+            f"says what to keep, but {error.strerror}",
+            path=path,
+            hint="put the file itself here, or pass --keep",
+        ) from None
     if text is None:
         return None
     try:
@@ -112,19 +141,23 @@ def policy_of(directory: Path) -> tuple[RetentionPolicy, Path] | None:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 
 
-def _keep_of(path: Path) -> str | None:
-    with closing(CachedFile(path)) as file:  # which refuses a FIFO
-        check_writers(path, file.status())
-        if file.size > _MAX_CONFIG_BYTES:
-            raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
-        try:
-            data = read_bytes(file, 0, file.size)
-        except TruncatedError as error:
-            raise CkptmgrError(
-                "says what to keep, but became shorter while it was read",
-                path=path,
-                hint="run the command again",
-            ) from error
+def keep_in(file: CachedFile, path: Path) -> str | None:
+    """Return the text of the policy in an open file; None if it has none.
+
+    Raises:
+        CkptmgrError: As `load_policy`.
+    """
+    check_writers(path, file.status())
+    if file.size > _MAX_CONFIG_BYTES:
+        raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
+    try:
+        data = read_bytes(file, 0, file.size)
+    except TruncatedError as error:
+        raise CkptmgrError(
+            "says what to keep, but became shorter while it was read",
+            path=path,
+            hint="run the command again",
+        ) from error
     try:
         document = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:

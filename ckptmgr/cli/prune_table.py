@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.cli import render
+from ckptmgr.cli.exits import Exit, report_all
 from ckptmgr.cli.filters import ALL, Chosen
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.cli.run_lines import are_as_series, run_by_name, shown_run
@@ -50,9 +51,12 @@ class PlanView:
         lines = [line for one in proposal.plans for line in one.counted.lines]
         for one in proposal.plans:
             self._line(proposal, one, has_others=len(proposal.plans) > 1, lines=lines)
-        for counted in proposal.undecided:
-            label = f"{self.directory} [{', '.join(counted.series)}]"
-            self.output.line(f"{label}  all stay: their run recorded no policy; --keep names one")
+        for other in proposal.undecided:
+            label = f"{self.directory} [{', '.join(other.counted.series)}]"
+            why = "all stay: their run recorded no policy; --keep names one"
+            if other.error is not None:
+                why = "all stay, because of an error"
+            self.output.line(f"{label}  {why}")
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
@@ -167,6 +171,11 @@ class PlanView:
             "trash": str(outcome.batch) if outcome is not None and outcome.batch else None,
             "notes": [] if outcome is None else list(outcome.notes),
         }
+
+
+def report_refused(proposal: Proposal, *, as_json: bool) -> Exit:
+    """Report the errors of lines that were left out; return the exit code, 0 without any."""
+    return report_all(proposal.refused, is_partial=True, as_json=as_json)
 
 
 def plan_items(proposal: Proposal) -> list[dict[str, Json]]:

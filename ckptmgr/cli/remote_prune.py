@@ -9,7 +9,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.policy_file import policy_in
-from ckptmgr.cli.prune_table import PlanView
+from ckptmgr.cli.prune_table import PlanView, report_refused
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.maintenance.prune import propose
 from ckptmgr.objects.directory import RemoteDirectory
@@ -49,7 +49,8 @@ def prune_remote(
         view.plan(proposal)
     if only_shows:
         view.result(proposal, None)
-        return Exit.NO if check and proposal.dropped else Exit.DONE
+        refused = report_refused(proposal, as_json=output.is_json)
+        return refused or (Exit.NO if check and proposal.dropped else Exit.DONE)
     dropped = render.counted(len(proposal.dropped), "checkpoint")
     # Also without checkpoints to remove: there may be leftovers of an interrupted removal.
     is_empty = proposal.is_empty
@@ -63,7 +64,11 @@ def prune_remote(
     for sentence in outcome.notes:
         note(sentence)
     view.result(proposal, None if is_empty else outcome)
-    return report_all(outcome.failures, is_partial=bool(outcome.removed), as_json=output.is_json)
+    return report_all(
+        [*proposal.refused, *outcome.failures],
+        is_partial=bool(outcome.removed or (proposal.refused and not outcome.failures)),
+        as_json=output.is_json,
+    )
 
 
 def _check_options(ctx: click.Context, *, only_shows: bool) -> None:

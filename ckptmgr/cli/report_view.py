@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 import click
 
 from ckptmgr.cli import render
-from ckptmgr.cli.exits import escape
+from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.render import Cell, Output
+from ckptmgr.core.printable import printable
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.maintenance.report.model import Entry, Fate, RunReport
+from ckptmgr.maintenance.report.model import MOST_ROWS, Entry, Fate, RunReport
 from ckptmgr.maintenance.report.page import space_sentences, step_text, verified
 from ckptmgr.observe.events import Event
 
-_SHOWN = 10
+_SHOWN, _SHOWN_METRICS = 10, 6
+_MOST_CELL, _MOST_NAME = 500, 40  # characters
+_MARKUP = re.compile(
+    r"[\\`*\[\]{}#!|>~$^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|(?<=\])\(|^[-+](?=[ -])|(?<=^[0-9])[.)]"
+)
+_REFERENCES = re.compile(r"[@#!$%~^](?=\w)|&amp;(?=\w)|(?i:https?|ftp|mailto|xmpp|www|GH)(?=[:.-])")
 _COLUMNS = ("step", "series", "run", "saved_at", "size_bytes", "state", "fate", "why", "verified_at", "path")  # fmt: skip
 
 _FATES = {fate: fate.value for fate in Fate} | {
@@ -58,26 +65,39 @@ def print_csv(report: RunReport) -> None:
     """Print a line for each checkpoint, oldest first, under a header; RFC 4180."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
-    writer.writerow([*_COLUMNS, *(f"metric:{escape(name)}" for name in report.metrics)])
+    metrics = report.usual_metrics()
+    writer.writerow([*_COLUMNS, *(f"metric:{printable(name, _MOST_CELL)}" for name in metrics)])
     for one in report.entries:
         fields = _entry_json(one)
         fields["why"] = "; ".join(one.why)
         cells = [fields[name] for name in _COLUMNS]
-        cells += [one.metrics.get(name) for name in report.metrics]
+        cells += [one.metrics.get(name) for name in metrics]
         writer.writerow(["" if cell is None else _csv_cell(cell) for cell in cells])
     click.echo(text.getvalue().encode(), nl=False)
+    more = report.more_metrics(metrics)
+    if more is not None:
+        note(more)
 
 
 def print_markdown(report: RunReport) -> None:
     """Print headings and tables of Markdown, for a merge request or a wiki."""
-    lines = [f"# Checkpoints of {_markdown(str(report.directory))}", ""]
-    lines += [f"* {_markdown(one)}" for one in _sentences(report)]
-    names = ("step", "saved", "size", *report.metrics, "state", "fate", "why")
-    lines += ["", _row(names), _row(["---"] * len(names))]
-    lines += [_row(_cells(one, report)) for one in reversed(report.entries)]
+    lines = [f"# Checkpoints of {markdown_text(str(report.directory))}", ""]
+    lines += [f"* {markdown_text(one)}" for one in _sentences(report)]
+    metrics = report.usual_metrics()
+    names = ("step", "saved", "size", *metrics, "state", "fate", "why")
+    lines += ["", _row(names), f"|{' --- |' * len(names)}"]
+    lines += [_row(_cells(one, metrics)) for one in report.entries[: -MOST_ROWS - 1 : -1]]
+    left_out = _left_out("checkpoints", len(report.entries), MOST_ROWS, "--csv")
+    lines += [f"\n{one}" for one in (*left_out, report.more_metrics(metrics)) if one]
     failures = list(_failures(report))
     if failures:
-        lines += ["", "## Failures", "", *(f"* {_markdown(one)}" for one in failures)]
+        lines += [
+            "",
+            "## Failures",
+            "",
+            *(f"* {markdown_text(one)}" for one in failures[-MOST_ROWS:]),
+        ]
+        lines += [f"\n{one}" for one in _left_out("failures", len(failures), MOST_ROWS, "--json")]
     click.echo(("\n".join(lines) + "\n").encode("utf-8", "backslashreplace"), nl=False)
 
 
@@ -86,24 +106,34 @@ def print_text(output: Output, report: RunReport) -> None:
     output.line(Cell(str(report.directory), "bold"))
     for one in _sentences(report):
         output.line(one)
-    header = ("step", "saved", "size", *report.metrics, "state", "fate", "why")
+    metrics = report.usual_metrics(_SHOWN_METRICS)
+    columns = [printable(name, _MOST_NAME).upper() for name in metrics]
     newest = report.entries[-_SHOWN:]
     if newest:
-        rows = [[Cell(text) for text in _cells(one, report)] for one in reversed(newest)]
-        names = [name.upper() for name in header]
-        right = " ".join(("STEP", "SIZE", *(name.upper() for name in report.metrics)))
+        rows = [[Cell(text) for text in _cells(one, metrics)] for one in reversed(newest)]
+        names = ["STEP", "SAVED", "SIZE", *columns, "STATE", "FATE", "WHY"]
+        right = " ".join(("STEP", "SIZE", *columns))
         output.table(names, rows, right=right)
     if len(report.entries) > _SHOWN:
         output.line(f"and {len(report.entries) - _SHOWN} older ones")
-    for one in _failures(report):
-        output.line(Cell("failed  ", "red"), one)
+    if (more := report.more_metrics(metrics)) is not None:
+        output.line(more)
+    failures = list(_failures(report))
+    for one in failures[-MOST_ROWS:]:
+        output.line(Cell("failed  ", "red"), printable(one, _MOST_CELL))
+    for one in _left_out("failures", len(failures), MOST_ROWS, "--json"):
+        output.line(one)
+
+
+def _left_out(what: str, count: int, most: int, where: str) -> list[str]:
+    return [f"the newest {most:,} of {count:,} {what}; {where} has all"] if count > most else []
 
 
 def _sentences(report: RunReport) -> Iterator[str]:
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
     counts = [f"{report.count(fate)} {_FATES[fate]}" for fate in Fate if report.count(fate)]
     yield f"{render.counted(len(here), 'checkpoint')}: {', '.join(counts) or 'none'}"
-    yield "no retention policy" if report.policy is None else f"policy {report.policy}"
+    yield from report.policy_sentences()
     yield f"verified last: {verified(here, report.made_at)}"
     if report.saves:
         held_up = sum(one.figures.get("blocked_s", 0.0) for one in report.saves)
@@ -125,12 +155,12 @@ def _failures(report: RunReport) -> Iterator[str]:
         yield f"{event.name}{step}: {event.error_type}: {event.error}"
 
 
-def _cells(one: Entry, report: RunReport) -> list[str]:
+def _cells(one: Entry, metrics: Sequence[str]) -> list[str]:
     return [
         step_text(one.step),
         render.timestamp(one.saved_at),
         size_text(one.size_bytes),
-        *(render.number(one.metrics.get(name)) for name in report.metrics),
+        *(render.number(one.metrics.get(name)) for name in metrics),
         one.state,
         one.fate.value,
         "; ".join(one.why),
@@ -184,8 +214,15 @@ def _csv_cell(cell: Json) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(_markdown, cells)) + " |"
+    return "| " + " | ".join(map(markdown_text, cells)) + " |"
 
 
-def _markdown(text: str) -> str:
-    return escape(text).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
+def markdown_text(text: str) -> str:
+    """Return a text that Markdown shows as it is, without links, pictures, references or HTML.
+
+    Sites link `@name`, `#1`, `http://` and their like also where the signs are escaped: a space
+    without width parts those.
+    """
+    plain = printable(text, _MOST_CELL).replace("&", "&amp;").replace("<", "&lt;")
+    escaped = _MARKUP.sub(r"\\\g<0>", plain)
+    return _REFERENCES.sub(r"\g<0>&#8203;", escaped)

@@ -21,7 +21,7 @@ from ckptmgr.cli.foreign import (
 )
 from ckptmgr.cli.options import absolute, check_path, checked_address
 from ckptmgr.cli.run_lines import run_by_name, shown_run
-from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
+from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
 from ckptmgr.core.shard_names import is_set_name
@@ -63,12 +63,14 @@ def select(
     series: str | None = None,
     takes_urls: bool = False,
     with_trash: bool = False,
+    failures: list[Exception] | None = None,
 ) -> list[Selected]:
     """Return the checkpoints that selectors name, each once, in order; without a selector all.
 
     Selectors that are not paths refer to `directory`. With `takes_urls` one may be the address of a
     checkpoint in an object store, or of all below it; without, an address is refused. `with_trash`
-    adds those in the trash of each whole directory.
+    adds those in the trash of each whole directory. An error about one of several selectors is
+    added to `failures`, where that is given, and the rest goes on.
 
     Raises:
         CheckpointNotFound: A selector names nothing.
@@ -78,10 +80,16 @@ def select(
     for text in texts or [str(directory)]:
         if len(texts) > 1 and is_bookkeeping_name(Path(text).name):
             continue  # Python's glob("*") gives hidden files, too
-        if takes_urls and is_url(text):
-            found = _at_address(text, open_store, series)
-        else:
-            found = _select_one(text, directory, open_store, series, with_trash=with_trash)
+        try:
+            if takes_urls and is_url(text):
+                found = _at_address(text, open_store, series)
+            else:
+                found = _select_one(text, directory, open_store, series, with_trash=with_trash)
+        except (CkptmgrError, OSError) as error:
+            if failures is None or len(texts) < 2:
+                raise
+            failures.append(error)
+            continue
         for selected in found:
             chosen.setdefault(selected.checkpoint.path, selected)
     return list(chosen.values())

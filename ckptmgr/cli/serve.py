@@ -15,6 +15,7 @@ from socket import AF_INET6, getfqdn, gethostname
 from urllib.parse import urlsplit
 
 from ckptmgr.cli.exits import UsageProblem
+from ckptmgr.core.printable import MOST_CHARACTERS
 from ckptmgr.maintenance.report.charts import shown
 
 _FRESH_S = 5.0  # a page is not made more often, however often it is asked for
@@ -116,7 +117,8 @@ class _Kept:
         try:
             return HTTPStatus.OK, self._make().encode()
         except Exception as error:
-            text = f"<!DOCTYPE html><title>no report</title><p>{shown(str(error) or type(error).__name__)}"
+            why = shown(str(error) or type(error).__name__, MOST_CHARACTERS)
+            text = f"<!DOCTYPE html><title>no report</title><p>{why}"
             return HTTPStatus.INTERNAL_SERVER_ERROR, text.encode()
 
 

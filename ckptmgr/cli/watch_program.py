@@ -14,7 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmgr.cli import render
-from ckptmgr.cli.exits import UsageProblem, escape, note
+from ckptmgr.cli.exits import UsageProblem, note
+from ckptmgr.core.printable import printable
 
 if TYPE_CHECKING:
     from ckptmgr.maintenance.watch.model import Report
@@ -48,7 +49,7 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
         "EVENT": report.event,
         "ALARM": report.alarm or "",
         "DIRECTORY": "" if report.directory is None else os.fspath(report.directory),
-        "MESSAGE": _shortened(report.message),
+        "MESSAGE": printable(report.message, _MOST_MESSAGE),
     }
     environment = {f"CKPTMGR_WATCH_{name}": text.replace("\0", "") for name, text in facts.items()}
     try:
@@ -65,9 +66,3 @@ def _run_program(arguments: Sequence[str], report: Report) -> None:
         return
     if done.returncode:
         note(f"--exec {arguments[0]} ended with status {done.returncode}")
-
-
-def _shortened(message: str) -> str:
-    """Return a message as it is printed, and short enough for the environment."""
-    text = escape(message)
-    return text if len(text) <= _MOST_MESSAGE else f"{text[: _MOST_MESSAGE - 3]}..."

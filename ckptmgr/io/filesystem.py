@@ -366,6 +366,9 @@ class OsFileSystem:
                     entries[entry.name] = _status(entry.stat(follow_symlinks=False))
                 except FileNotFoundError:  # `suppress` costs more
                     continue
+                except OSError as error:
+                    error.filename = os.fspath(path / entry.name)
+                    raise
         return entries
 
     def status(self, path: Path) -> FileStatus | None:

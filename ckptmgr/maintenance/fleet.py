@@ -255,9 +255,9 @@ def _found(
     others: Sequence[ForeignCheckpoint] = ()
     own = [one for one in store.scan_for(series) if one.state not in UNFINISHED]
     if not is_remote:
-        listing = list_foreign(store.fs, store.directory)
+        listing = list_foreign(store.fs, store.directory, with_hub=True)
         others = listing.checkpoints
-        own = [one for one in own if not (listing.is_itself or one.path in listing.paths)]
+        own = [one for one in own if not listing.has(one)]
         if not own and not others:
             raise _none_in(store)
     elif not own and series is None:

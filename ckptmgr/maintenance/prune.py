@@ -27,6 +27,7 @@ from ckptmgr.maintenance.prune_plan import (
     Counted,
     PolicyOf,
     Spared,
+    Undecided,
     VerifiedPlanner,
     counted_together,
     nothing_spared,
@@ -71,7 +72,8 @@ class Proposal:
 
     Attributes:
         policy: Text of the policy; of several, of each.
-        undecided: Checkpoints that count together, and stay because nothing says what to keep.
+        undecided: Checkpoints that count together, and stay because nothing says what to keep, or
+            because of an error, which is about them alone.
         by_series: Whether each series is counted by itself, instead of each line of runs.
         series: The only series of the plan; None for all.
         leftovers: Remains of interrupted saves, and files that live processes are writing.
@@ -86,7 +88,7 @@ class Proposal:
     now: datetime
     policy: str
     plans: tuple[LinePlan, ...]
-    undecided: tuple[Counted, ...] = ()
+    undecided: tuple[Undecided, ...] = ()
     by_series: bool = False
     series: str | None = None
     leftovers: tuple[Checkpoint, ...] = ()
@@ -104,6 +106,11 @@ class Proposal:
     def kept(self) -> tuple[Checkpoint, ...]:
         """All checkpoints that would stay."""
         return tuple(c for one in self.plans for c in one.plan.kept)
+
+    @property
+    def refused(self) -> tuple[Exception, ...]:
+        """The errors of the lines that are left out because of one."""
+        return tuple(one.error for one in self.undecided if one.error is not None)
 
     @property
     def is_empty(self) -> bool:
@@ -165,21 +172,30 @@ def propose(
     with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
     `stays` which checkpoints must stay. `policy` may be a function: checkpoints
     that it has none for stay. `found` is the listing, where the caller has just made it;
-    `carry_out` lists again.
+    `carry_out` lists again. An error about one line leaves out that line (`Proposal.refused`).
 
     Raises:
-        UnsafePrune: The policy is refused; see `retention.plan`.
+        UnsafePrune: The policy is refused for every line; see `retention.plan`.
+        CkptmgrError, OSError: Nothing can be planned because of it.
     """
     found = store.scan() if found is None else found
     planner = VerifiedPlanner(store, stays)
-    plans, undecided = [], []
+    plans: list[LinePlan] = []
+    undecided: list[Undecided] = []
     for counted in counted_together(found, series=series, by_series=by_series):
-        own = policy_for(counted, policy)
-        if own is None:
-            undecided.append(counted)
+        try:
+            own = policy_for(counted, policy)
+            decided = None if own is None else planner.plan(counted, own, now)
+        except (CkptmgrError, OSError) as error:
+            undecided.append(Undecided(counted=counted, error=error))
             continue
-        decided = planner.plan(counted, own, now)
+        if own is None or decided is None:
+            undecided.append(Undecided(counted=counted))
+            continue
         plans.append(LinePlan(counted=counted, policy=own, plan=decided, damaged=planner.damaged))
+    for one in undecided if not plans else ():
+        if one.error is not None:
+            raise one.error
     texts = [str(policy)] if isinstance(policy, RetentionPolicy) else [str(p.policy) for p in plans]
     old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
     intact = {b: _intact_outside(store, b, found, planner) for b in old}
@@ -202,15 +218,23 @@ def propose(
 def _intact_outside(
     store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
 ) -> list[Checkpoint | None]:
-    """Return the newest intact one outside the trash, or None, for each line of runs in a batch."""
+    """Return the newest one that is known to be intact outside the trash, for each line in a batch.
+
+    None stands for a line that has none, or of which it cannot be found out.
+    """
     inside = [replace(one, series=_series_of(store, one)) for one in batch.checkpoints]
     whole = [one for one in found if one.state not in UNFINISHED]
     paths = {one.path for one in inside}
-    return [
-        planner.newest_intact([one for one in line.checkpoints if one.path not in paths])
-        for line in lines_of([*inside, *whole])
-        if not paths.isdisjoint(one.path for one in line.checkpoints)
-    ]
+    answer: list[Checkpoint | None] = []
+    for line in lines_of([*inside, *whole]):
+        if paths.isdisjoint(one.path for one in line.checkpoints):
+            continue
+        try:
+            outside = [one for one in line.checkpoints if one.path not in paths]
+            answer.append(planner.newest_intact(outside))
+        except (CkptmgrError, OSError):
+            answer.append(None)
+    return answer
 
 
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
@@ -238,7 +262,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
                         trash.finish(store, series)
                         outcome.notes += store.recover(series)
                     _prune_line(store, proposal, one, outcome, None if at_once else into)
-            except (StoreLocked, UnsafePrune, OSError) as error:
+            except (CkptmgrError, OSError) as error:
                 outcome.failures.append(error)
     for batch in proposal.expired:
         try:
@@ -247,7 +271,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
             outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
             outcome.notes.append("left the trash alone: another process restores or removes it")
-        except (UnsafePrune, OSError) as error:
+        except (CkptmgrError, OSError) as error:
             outcome.failures.append(error)
     return outcome
 

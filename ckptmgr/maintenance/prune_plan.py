@@ -59,6 +59,18 @@ class Counted:
         return (self.run_id, self.series[:1]) == (other.run_id, other.series[:1])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undecided:
+    """Checkpoints that count together and all stay.
+
+    Attributes:
+        error: Why their policy is refused, or cannot be found out; None where nothing says one.
+    """
+
+    counted: Counted
+    error: Exception | None = None
+
+
 def counted_together(
     found: Sequence[Checkpoint], *, series: str | None = None, by_series: bool = False
 ) -> list[Counted]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.printable import MOST_CHARACTERS, printable
 from ckptmgr.core.urls import SCHEMES, without_secrets
 
 _ADDRESS = re.compile(r"(?P<scheme>[a-z0-9]+)://(?P<host>[^/?#]*)(?P<path>[^?#]*)")
@@ -34,6 +35,7 @@ _ANSWER_501 = "501 Not Implemented"
 _RETRIES: Any = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
 MOST_GOTTEN_BYTES = 64 << 20
 """Largest object that is read at once: another tool's may have the name of a manifest."""
+_MOST_IN_TRACE = 4000  # characters
 _PART_BYTES = 16 << 20
 _MOST_PARTS = 9000  # S3 allows 10,000
 _PARTS_IN_FLIGHT = 4  # times _PART_BYTES of memory
@@ -417,12 +419,21 @@ def _not_implemented(error: Exception, place: str) -> UnsupportedCheckpoint:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of an error, without the password and the query of an endpoint."""
+    """Return the first line of an error, without the password and the query of an endpoint.
+
+    The server wrote a part of it: control characters are spelled out, and its length is limited.
+    """
     text = str(error).strip().splitlines()
-    return _PASSWORD.sub("//...@", _QUERY.sub(r"\1", text[0])) if text else type(error).__name__
+    if not text:
+        return type(error).__name__
+    return printable(_PASSWORD.sub("//...@", _QUERY.sub(r"\1", text[0])), MOST_CHARACTERS)
 
 
 def _safe(error: Exception) -> Exception | None:
-    """Return an error that a traceback may show; None for one with a password or a query."""
+    """Return an error that a traceback may show; None for one with a password or a query.
+
+    None also where the text of the server could steer a terminal or fill a log.
+    """
     text = str(error)
-    return None if _PASSWORD.search(text) or _QUERY.search(text) else error
+    is_plain = len(text) <= _MOST_IN_TRACE and all(map(str.isprintable, text.splitlines()))
+    return None if not is_plain or _PASSWORD.search(text) or _QUERY.search(text) else error

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import logging
 
+from ckptmgr.core.printable import printable
 from ckptmgr.core.sizes import size_text
 from ckptmgr.observe.events import Event
+
+_MOST = 4000  # characters
 
 
 class LogObserver:
@@ -34,7 +37,7 @@ class LogObserver:
 
 
 def sentence(event: Event) -> str:
-    """Return an event as one line of text."""
+    """Return an event as one line of text, whatever a server or a library said."""
     about = [event.name]
     if event.series:
         about.append(event.series)
@@ -49,4 +52,4 @@ def sentence(event: Event) -> str:
         facts.append(f"(training held up for {event.figures['blocked_s']:.2f} s)")
     parts = [" ".join(facts), event.error_type and f"{event.error_type}: {event.error}"]
     details = [part for part in (*parts, *event.notes) if part]
-    return " ".join(about) + (f": {'; '.join(details)}" if details else "")
+    return printable(" ".join(about) + (f": {'; '.join(details)}" if details else ""), _MOST)

@@ -29,6 +29,7 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import CkptmgrError, SaveSuperseded
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.printable import error_text
 from ckptmgr.observe.events import Event, Facts, about, figures_of
 
 __all__ = [
@@ -237,7 +238,7 @@ def _as_tuple(observe: Observer | Iterable[Observer] | None) -> tuple[Observer, 
 
 
 def _text(error: BaseException) -> str:
-    return error.message if isinstance(error, CkptmgrError) else str(error)
+    return error.message if isinstance(error, CkptmgrError) else error_text(error)
 
 
 REGISTERED = Observers()

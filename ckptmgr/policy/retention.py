@@ -40,6 +40,7 @@ from types import MappingProxyType
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import ORDER, Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.core.names import is_same_prefix
+from ckptmgr.core.printable import printable
 from ckptmgr.policy.rules import (
     Best,
     Finding,
@@ -51,6 +52,7 @@ from ckptmgr.policy.rules import (
 )
 
 _LEAST_UNRANKED = 5  # MindSpore's keep_checkpoint_max
+_MOST_NAMED, _LONGEST_NAME = 20, 100
 _VALUES = tuple(one.name for one in fields(Checkpoint) if one.repr)
 _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 
@@ -98,11 +100,18 @@ def without_unranked(
         return policy, None
     newest = Last(max(_LEAST_UNRANKED, *(rule.most_kept or 0 for rule in unranked)))
     rules = [rule for rule in policy.rules if rule not in unranked]
-    known = sorted({name for item in countable for name in item.metrics})
     return RetentionPolicy((*rules, newest)), (
         f"{' | '.join(map(str, unranked))} cannot rank: no checkpoint has a number for that metric "
-        f"(recorded: {', '.join(known) or 'none'}); until one has, {newest} is kept instead"
+        f"(recorded: {metrics_text(countable)}); until one has, {newest} is kept instead"
     )
+
+
+def metrics_text(checkpoints: Sequence[Checkpoint]) -> str:
+    """Return the names of the metrics of checkpoints for a message; of very many the first ones."""
+    known = sorted({name for item in checkpoints for name in item.metrics})
+    more = len(known) - _MOST_NAMED
+    named = [printable(name, _LONGEST_NAME) for name in known[:_MOST_NAMED]]
+    return ", ".join([*named, *([f"and {more:,} more"] if more > 0 else [])]) or "none"
 
 
 def replaced_emergencies(
@@ -247,9 +256,8 @@ def _check_something_is_kept(
 def _check_metrics(countable: Sequence[Checkpoint], rules: Sequence[Rule]) -> None:
     for rule in rules:
         if isinstance(rule, Best) and _is_unranked(rule, countable):
-            known = sorted({name for item in countable for name in item.metrics})
             raise UnsafePrune(
                 f"the rule {rule} cannot rank: none of the {len(countable)} checkpoints of series "
                 f"{countable[0].series!r} has a number for {rule.metric!r}; nothing was dropped",
-                hint=f"record the metric with each save, or leave the rule out; recorded: {', '.join(known) or 'none'}",
+                hint=f"record the metric with each save, or leave the rule out; recorded: {metrics_text(countable)}",
             )

@@ -37,6 +37,7 @@ from ckptmgr.core.handle import Outcome, SaveHandle
 from ckptmgr.core.model import Checkpoint, Plan, State
 from ckptmgr.core.names import check_is_run
 from ckptmgr.core.notes import add_note
+from ckptmgr.core.printable import error_text
 from ckptmgr.objects.comparison import Difference
 from ckptmgr.objects.directory import RemoteDirectory, Uploaded
 from ckptmgr.objects.filesystem import remote_store
@@ -384,7 +385,7 @@ class MirrorUploads:
             self._skip(upload, "it was removed here before its upload")
             return
         except CkptmgrError as error:  # the next attempt would meet the same
-            _LOG.warning("%s is not uploaded to %s: %s", one.path, self.url, error)
+            _LOG.warning("%s is not uploaded to %s: %s", one.path, self.url, error_text(error))
             self._emit_failure(one, error)
             self._compared[one.name] = one
             self._fail(upload, error)
@@ -404,7 +405,8 @@ class MirrorUploads:
             self._emit_failure(upload.checkpoint, error)
         if self._failures == 1:
             what = "the mirror" if upload is None else upload.checkpoint.name
-            _LOG.warning("%s: %s failed, and is tried again: %s", self.url, what, error)
+            text = error_text(error)
+            _LOG.warning("%s: %s failed, and is tried again: %s", self.url, what, text)
         with self._changed:
             if self._thread is not threading.current_thread():
                 return
@@ -572,7 +574,7 @@ class MirrorUploads:
                 self.directory.sweep()
                 self._has_swept = True
         except (CkptmgrError, OSError) as error:
-            _LOG.warning("%s: retention: %s", self.url, error)
+            _LOG.warning("%s: retention: %s", self.url, error_text(error))
             self._observers.emit("mirror", error, series=self._writer.series, notes=("retention",))
             return
         if dropped:

@@ -66,7 +66,11 @@ def _reads_back(objects: Objects, folder: str) -> Finding:
     _put(objects, key, b"0123456789")
     whole, part = objects.get(key), objects.read(key, 3, 4)
     is_ok = whole == b"0123456789" and part == b"3456"
-    detail = "the last write is read, whole and by ranges" if is_ok else f"read {whole!r}, {part!r}"
+    detail = (
+        "the last write is read, whole and by ranges"
+        if is_ok
+        else f"read {whole[:40]!r}, {part[:40]!r}"
+    )
     return Finding(check="read after write", is_ok=is_ok, detail=detail)
 
 

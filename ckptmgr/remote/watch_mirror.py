@@ -21,6 +21,7 @@ from pathlib import Path
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import check_is_run
+from ckptmgr.core.printable import error_text
 from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import counted_together, plan_with
@@ -286,7 +287,7 @@ class WatchMirror:
         if is_gone or isinstance(error, BlockingIOError):
             return None
         is_final = one is not None and isinstance(error, CkptmgrError)
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{type(error).__name__}: {error_text(error)}"
         if isinstance(error, (CkptmgrError, OSError)):
             problem = problem_of(error)
         return Upload(

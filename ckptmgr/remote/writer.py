@@ -23,6 +23,7 @@ from dataclasses import replace
 from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
+from ckptmgr.core.printable import error_text
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.objects.directory import RemoteDirectory
@@ -220,7 +221,7 @@ class RemoteWriter(SeriesWriter):
                 self._directory.sweep()
                 self._has_swept = True
             except OSError as error:
-                _LOG.warning("retention: %s", error)
+                _LOG.warning("retention: %s", error_text(error))
         return retained
 
     def remove(

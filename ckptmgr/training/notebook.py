@@ -62,16 +62,20 @@ class NotebookView:
     def table(self, found: list[Checkpoint]) -> str:
         """Return the HTML of checkpoints, the newest first, under the policy that explains them."""
         from ckptmgr.maintenance.report.charts import shown
+        from ckptmgr.maintenance.report.model import usual_metrics
         from ckptmgr.maintenance.report.page import cells, number, utc
 
         if not found:
             return "<p>no checkpoints</p>"
         try:
             report = self._report()
-            entries, head = {one.path: one for one in report.entries}, f"policy {report.policy}"
+            if report.refused and report.policy is None:
+                raise report.refused[0]
+            entries = {one.path: one for one in report.entries}
+            head = "; ".join(report.policy_sentences())
         except (CkptmgrError, OSError) as error:
             entries, head = {}, f"what keeps them is unknown: {error}"
-        metrics = sorted({name for one in found for name in one.metrics})
+        metrics = usual_metrics([one.metrics for one in found])
         rows = []
         for one in found[: -_MOST_ROWS - 1 : -1]:
             entry = entries.get(one.path)
@@ -90,6 +94,8 @@ class NotebookView:
         header = ("step", "saved", "size", *metrics, "state", "fate", "why", "file")
         left_out = len(found) - len(rows)
         more = f"<p>and {left_out:,} older ones</p>" if left_out else ""
+        others = len({name for one in found for name in one.metrics}) - len(metrics)
+        more += f"<p>and {others:,} more metrics</p>" if others else ""
         return f"<p>{shown(head)}</p>{cells(header, rows)}{more}"
 
     def _report(self) -> RunReport:

@@ -33,6 +33,7 @@ from .provider import (
     check_unwrapped,
     context_bytes,
 )
+from .redaction import MAX_SHOWN_CHARACTERS
 
 _SHOWN = "AWS KMS"
 _TRANSIENT = frozenset(
@@ -154,7 +155,7 @@ class AwsKmsProvider:
             raise _translated(error.response) from None
         except BotoCoreError as error:
             raise ProviderUnavailableError(
-                f"AWS KMS could not be asked: {error}",
+                f"AWS KMS could not be asked: {_line(str(error))}",
                 hint="check the network, the region and the credentials of boto3",
             ) from None
 
@@ -189,7 +190,7 @@ def open_aws_kms(key_id: str) -> AwsKmsProvider:
 def _translated(response: Mapping[str, object]) -> ProviderError:
     error = cast("Mapping[str, str]", response.get("Error", {}))
     code, message = error.get("Code", "no code"), error.get("Message", "")
-    text = f"{code}: {message}" if message else code
+    text = _line(f"{code}: {message}" if message else code)
     if code in _TRANSIENT:
         return ProviderUnavailableError(f"AWS KMS is not available now: {text}")
     if code == "InvalidCiphertextException":
@@ -198,6 +199,12 @@ def _translated(response: Mapping[str, object]) -> ProviderError:
     return ProviderRefusedError(
         f"AWS KMS refused: {text}", hint="check the name, the state and the policy of the key"
     )
+
+
+def _line(text: str) -> str:
+    """Return what a server or a library said as one printable line of limited length."""
+    line = " ".join("".join(one if one.isprintable() else " " for one in text).split())
+    return line if len(line) <= MAX_SHOWN_CHARACTERS else f"{line[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def _bytes_of(answer: _Answer, member: str) -> bytes:

@@ -250,3 +250,14 @@ def test_missing_choice_is_one_line_that_names_the_choices() -> None:
         "ckptmgr: error: missing option '--compression'; choose from zstd, none\n"
         "ckptmgr: hint: see ckptmgr convert --help\n"
     )
+
+
+@pytest.mark.parametrize("command", [("ls",), ("inspect", "latest", "--dir"), ("verify",)])
+def test_name_with_a_line_break_passes_for_no_message(
+    command: tuple[str, ...], tmp_path: Path
+) -> None:
+    for name in ("here\nckptmgr: note: all is well", "gone\r\u2028ckptmgr: note: all is well"):
+        if name.startswith("here"):
+            (tmp_path / name).mkdir()
+        lines = run(*command, tmp_path / name).stderr.splitlines()
+        assert not [line for line in lines if line.startswith("ckptmgr: note: all is well")]

@@ -10,12 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from ckptmgr.cli.policy_file import keep_in
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import shard_name
 from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.io.files import CachedFile
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store import trash
@@ -278,15 +282,41 @@ def test_policy_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, b"not a regular file" in done.stderr) == (2, True)
 
 
+@pytest.mark.parametrize("target", ["../policy.toml", "nowhere", "/dev/zero", "."])
+@pytest.mark.parametrize("command", [("prune", "--yes"), ("config", "show"), ("watch", "--prune")])
+def test_policy_that_is_a_link_is_refused(
+    target: str, command: tuple[str, ...], runs: Path
+) -> None:
+    (runs.parent / "policy.toml").write_text('keep = "last(1)"\n')
+    (runs / "ckptmgr.toml").symlink_to(target)
+    result = run(*command, runs)
+    assert (result.exit_code, "is a link, not a regular file" in result.stderr) == (2, True)
+    assert f"{runs / 'ckptmgr.toml'}: says what to keep" in result.stderr
+    assert len(steps(runs)) == 8
+
+
+def test_policy_that_is_a_directory_is_refused(runs: Path) -> None:
+    (runs / "ckptmgr.toml").mkdir()
+    result = run("prune", runs, "--yes")
+    assert (result.exit_code, "not a regular file" in result.stderr) == (2, True)
+
+
+def test_policy_of_a_directory_that_a_link_leads_to_is_that_of_the_directory(runs: Path) -> None:
+    (runs / "ckptmgr.toml").write_text('keep = "last(6)"\n')
+    (runs.parent / "link").symlink_to(runs)
+    assert run_json("prune", runs.parent / "link", "--dry-run")["summary"]["policy"] == "last(6)"
+
+
 def test_policy_that_becomes_shorter_while_it_is_read_is_an_error_with_a_way_out(
     tmp_path: Path,
 ) -> None:
-    short = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # says 4096 bytes and has fewer
-    if not short.exists():
-        pytest.skip("needs a file of the kernel whose size is not that of its content")
-    (tmp_path / "ckptmgr.toml").symlink_to(short)
-    result = run("prune", tmp_path, "--yes")
-    assert (result.exit_code, "became shorter while it was read" in result.stderr) == (2, True)
+    path = tmp_path / "ckptmgr.toml"
+    path.write_text('keep = "last(1)"\n')
+    with closing(CachedFile(path)) as file:
+        os.truncate(path, 3)
+        with pytest.raises(CkptmgrError, match="became shorter while it was read") as caught:
+            keep_in(file, path)
+    assert caught.value.hint == "run the command again"
 
 
 def test_empty_policy_on_the_command_line_is_refused(runs: Path) -> None:

@@ -13,8 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.cli.report_view import markdown_text
+from ckptmgr.core.printable import printable
 from ckptmgr.event_log import JsonLinesObserver
 from ckptmgr.maintenance.report.model import Space
 from ckptmgr.maintenance.report.page import space_sentences
@@ -366,3 +370,100 @@ def test_forecast_of_the_disk_is_spelled_out_for_ten_years(tmp_path: Path) -> No
         most_bytes=None,
     )
     assert "the disk is full in 4 days, if nothing is removed" in space_sentences(near)[-1]
+
+
+MARKUP = (
+    "[x](http://evil.example)", "![p](http://evil.example/p.png)", "<img src=x>", "@octocat", "#1", "a!1",
+    "owner/repo#12", "http://evil.example", "HTTPS://evil.example", "www.evil.example", "a@evil.example",
+    "`code`", "**b**", "_b_", "a|b", "&copy;", "&lt;script&gt;", "~~x~~", "[x]: http://evil.example",
+    "$1$", "GH-12", ":smile:", "- x", "1. x", "+ x", "# x", "> x", "\\", "^x^", "mailto:a@evil.example",
+)  # fmt: skip
+
+
+def shown_by_markdown(text: str) -> tuple[set[str], str]:
+    """Return the tags of Markdown, and the visible text without spaces that have no width."""
+    markdown_it = pytest.importorskip("markdown_it", reason="needs markdown-it-py")
+    renderer = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    page = Page(renderer.render(text))
+    return set(page.tags), "".join(page.texts).replace("\u200b", "")
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_stored_text_is_no_markup_in_markdown(text: str, tmp_path: Path) -> None:
+    save_run(tmp_path, [10], metrics={10: {text: 1.0}})
+    event = {
+        "event": "mirror", "at": 1.0, "seconds": 0.1, "size_bytes": 1, "path": None, "series": "net", "step": 1,
+        "error": text, "error_type": "OSError", "figures": {}, "notes": [],
+    }  # fmt: skip
+    (tmp_path / "events.jsonl").write_text(json.dumps(event))
+    keep = ("--keep", f"best(1, {json.dumps(text)}, min)")
+    markdown = run("report", tmp_path, "--markdown", *keep).stdout
+    tags, shown = shown_by_markdown(markdown)
+    assert tags <= {"h1", "h2", "ul", "li", "p", "table", "thead", "tbody", "tr", "th", "td"}
+    assert f"\n{text}\n" in shown
+    assert f"OSError: {text}\n" in shown
+    for live in ("](", "@octocat", "#1", "!1", "http://", "www.", "a@evil", "<img", "GH-12"):
+        assert live not in markdown.replace(str(tmp_path), "")
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_shown_by_markdown_as_it_is(text: str) -> None:
+    written = f"* x {markdown_text(text)} x"
+    tags, shown = shown_by_markdown(written)
+    assert tags <= {"ul", "li"}
+    assert " ".join(shown.split()) == " ".join(
+        f"x {printable(text)} x".replace("\u200b", "").split()
+    )
+
+
+def test_long_texts_and_very_many_rows_are_cut_in_markdown_and_said(tmp_path: Path) -> None:
+    save_run(tmp_path, [10], metrics={10: {"m" * 100_000: 1.0}})
+    event = {
+        "event": "save.failed", "at": 1.0, "seconds": 0.1, "size_bytes": 1, "path": None, "series": "net",
+        "step": 1, "error": "e" * 100_000, "error_type": "OSError", "figures": {}, "notes": [],
+    }  # fmt: skip
+    saved = {**event, "event": "save.durable", "error": None, "error_type": None}
+    lines = [json.dumps({**event, "error": "x"})] * 2500 + [json.dumps(event)]
+    lines += [json.dumps({**saved, "path": f"{tmp_path}/net-{n}.ckpt"}) for n in range(2500)]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    markdown = run("report", tmp_path, "--markdown").stdout
+    assert max(map(len, markdown.splitlines())) < 5000
+    assert len(markdown.splitlines()) < 4100
+    assert "the newest 2,000 of 2,501 checkpoints; --csv has all" in markdown
+    assert "the newest 2,000 of 2,501 failures; --json has all" in markdown
+    page = run("report", tmp_path, "-o", "-").stdout
+    assert "the newest 2,000 of 2,501; --json has all" in page
+    assert len(page) < 3_000_000
+
+
+def test_very_many_metrics_of_one_checkpoint_displace_no_other_metric(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30], metrics={n: {"loss": 1 / n, "z": 2.0} for n in (10, 20, 30)})
+    many = {f"a{number}": 0.5 for number in range(50_000)}
+    (path,) = save_run(tmp_path / "other", [40], metrics={40: {"loss": 0.1, **many}}, series="big")
+    for file in path.parent.iterdir():
+        file.rename(tmp_path / file.name)
+    page = run("report", tmp_path, "-o", "-").stdout
+    assert len(page) < 100_000
+    assert "loss by step: " in page
+    assert "and 49,982 more metrics, which --json has" in page
+    result = run("report", tmp_path, "--csv")
+    header = result.stdout.splitlines()[0].split(",")
+    assert len(header) == 30
+    assert {"metric:loss", "metric:z"} <= set(header)
+    assert "and 49,982 more metrics, which --json has" in result.stderr
+    for form in ("--markdown", "--terminal"):
+        text = run("report", tmp_path, form).stdout
+        assert "more metrics, which --json has" in text
+        assert len(text) < 10_000
+    assert len(run_json("report", tmp_path)["summary"]["metrics"]) == 50_002
+
+
+def test_course_of_very_many_saves_is_thinned_on_the_page(tmp_path: Path) -> None:
+    event = {
+        "event": "save.durable", "seconds": 0.1, "size_bytes": 1, "path": None, "series": "net",
+        "step": 1, "error": None, "error_type": None, "figures": {}, "notes": [],
+    }  # fmt: skip
+    lines = [json.dumps({**event, "at": float(number)}) for number in range(20_000)]
+    save_run(tmp_path, [10])
+    (tmp_path / "events.jsonl").write_text("\n".join(lines))
+    assert len(run("report", tmp_path, "-o", "-").stdout) < 200_000

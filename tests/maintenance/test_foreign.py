@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -342,3 +343,211 @@ def test_folder_that_may_not_be_read_does_not_stop_the_search(tmp_path: Path) ->
 def test_directory_whose_parent_may_not_be_read_is_listed(tmp_path: Path) -> None:
     disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
     assert list_foreign(disk, tmp_path).checkpoints == ()
+
+
+def logged(*losses: float) -> list[dict[str, float]]:
+    return [{"step": step, "eval_loss": loss} for step, loss in enumerate(losses, start=1)]
+
+
+def trainer_run(directory: Path, states: dict[int, dict[str, object]], *, at_s: float) -> Path:
+    """Write checkpoints of a Trainer: the states by step, each a second after the one before."""
+    golden = golden_run("transformers", directory / "golden")
+    for number, (step, state) in enumerate(states.items()):
+        place = directory / f"checkpoint-{step}"
+        shutil.copytree(golden / "checkpoint-4", place)
+        write(place / "trainer_state.json", json.dumps({"global_step": step, **state}))
+        for file in place.iterdir():
+            os.utime(file, (at_s + number, at_s + number))
+    shutil.rmtree(golden)
+    return directory
+
+
+def kept_by(directory: Path, policy: str) -> set[str]:
+    store = Store(directory)
+    proposal = propose_foreign(
+        store, list_foreign(store.fs, directory), parse_policy(policy), now=NOW
+    )
+    return {one.name for one in proposal.shown.kept}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "out\\checkpoint-2",
+        "C:\\runs\\out\\checkpoint-2\\",
+        "./out/checkpoint-2/",
+        "/other/machine/out/checkpoint-2",
+        "\\\\server\\share\\checkpoint-2",
+        "checkpoint-2",
+    ],
+)
+def test_best_one_stays_wherever_the_training_ran(path: str, tmp_path: Path) -> None:
+    note: dict[str, object] = {"best_model_checkpoint": path}
+    run = trainer_run(tmp_path, {2: note, 4: note, 6: note}, at_s=1e9)
+    assert kept_by(run, "last(1)") == {"checkpoint-2", "checkpoint-6"}
+
+
+def test_best_step_is_a_note_where_it_was_saved(tmp_path: Path) -> None:
+    run = trainer_run(tmp_path, {2: {}, 4: {}, 6: {"best_global_step": 2}}, at_s=1e9)
+    assert kept_by(run, "last(1)") == {"checkpoint-2", "checkpoint-6"}
+    state = {"global_step": 6, "best_global_step": 3}
+    write(run / "checkpoint-6/trainer_state.json", json.dumps(state))
+    assert kept_by(run, "last(1)") == {"checkpoint-6"}
+
+
+@pytest.mark.parametrize(
+    "note",
+    ["out/checkpoint-9", "", "/", "out\x00/checkpoint-4\x00", "checkpoint-4\udc80", 4, ["x"]],
+)
+def test_note_of_a_trainer_that_names_nothing_stops_a_prune(note: object, tmp_path: Path) -> None:
+    states: dict[int, dict[str, object]] = {4: {}, 6: {"best_model_checkpoint": note}}
+    run = trainer_run(tmp_path, states, at_s=1e9)
+    with pytest.raises(UnsafePrune, match="best_model_checkpoint of the Trainer") as caught:
+        kept_by(run, "last(1)")
+    assert caught.value.message.isprintable()
+
+
+def test_note_of_an_earlier_state_of_the_same_run_is_superseded(tmp_path: Path) -> None:
+    states: dict[int, dict[str, object]] = {
+        4: {"log_history": logged(0.9, float("nan")), "best_model_checkpoint": "checkpoint-1"},
+        6: {"log_history": logged(0.9, float("nan"), 0.5), "best_model_checkpoint": "checkpoint-6"},
+    }
+    assert kept_by(trainer_run(tmp_path, states, at_s=1e9), "last(1)") == {"checkpoint-6"}
+
+
+def test_second_run_that_counts_from_the_beginning_keeps_its_best_and_its_newest(
+    tmp_path: Path,
+) -> None:
+    first: dict[str, object] = {
+        "log_history": logged(0.9, 0.8),
+        "best_model_checkpoint": "checkpoint-60",
+    }
+    trainer_run(tmp_path, {40: first, 50: first, 60: first}, at_s=1e9)
+    second: dict[str, object] = {
+        "log_history": logged(0.7, 0.1),
+        "best_model_checkpoint": "checkpoint-3",
+    }
+    trainer_run(tmp_path, {3: second, 5: second, 7: second, 9: second}, at_s=1.1e9)
+    assert kept_by(tmp_path, "last(2)") == {f"checkpoint-{step}" for step in (3, 7, 9, 50, 60)}
+
+
+@pytest.mark.parametrize("tool", ["deepspeed", "megatron"])
+def test_last_keeps_the_newest_by_number_and_by_time_and_says_why(
+    tool: str, tmp_path: Path
+) -> None:
+    run = any_run(tool, tmp_path / "run")
+    oldest, middle, newest = sorted(path for path in run.iterdir() if path.is_dir())
+    for path, at_s in ((oldest, 3e9), (middle, 1e9), (newest, 2e9)):
+        for file in path.rglob("*.pt"):
+            os.utime(file, (at_s, at_s))
+    store = Store(run)
+    listing = list_foreign(store.fs, run)
+    shown = propose_foreign(store, listing, parse_policy("last(1)"), now=NOW).shown
+    assert [one.name for one in shown.dropped] == [middle.name]
+    (reason,) = shown.plans[0].plan.verdicts[-1].reasons
+    assert reason.detail == "last 1/1 by time, and the numbers have another order"
+
+
+def test_damaged_newest_by_time_does_not_let_the_one_before_it_go(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run", steps=(10, 20, 30, 40), latest=40)
+    for step, at_s in ((10, 4e9), (20, 3e9), (30, 1e9), (40, 2e9)):
+        for file in (run / f"global_step{step}").iterdir():
+            os.utime(file, (at_s, at_s))
+    (run / "global_step10/mp_rank_00_model_states.pt").write_bytes(b"PK\x03\x04cut")
+    for file in (run / "global_step10").iterdir():
+        os.utime(file, (4e9, 4e9))
+    assert kept_by(run, "last(1)") == {"global_step10", "global_step20", "global_step40"}
+
+
+def test_directory_with_equal_times_keeps_the_newest_by_number_alone(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    for file in run.rglob("*.pt"):
+        os.utime(file, (1e9, 1e9))
+    assert kept_by(run, "last(1)") == {"global_step30"}
+
+
+NOTES = {"deepspeed": "latest", "megatron": "latest_checkpointed_iteration.txt"}
+
+
+@pytest.mark.parametrize("tool", NOTES)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"global_step30\0",
+        b"300\0",
+        b"../run/global_step30",
+        b"/etc/passwd",
+        b"..",
+        b".",
+        b"latest",
+        b"zero_to_fp32.py",
+        b"\xef\xbb\xbfglobal_step30",
+        b"\xef\xbb\xbf300",
+        b"global_step30\nglobal_step20",
+        b"\xed\xb2\x80",
+        b"",
+        b" \r\n",
+        b"\x1b[31mglobal_step30",
+        b"x" * 5000,
+    ],
+)
+def test_note_that_is_no_name_of_a_checkpoint_stops_a_prune(
+    tool: str, content: bytes, tmp_path: Path
+) -> None:
+    run = any_run(tool, tmp_path / "run")
+    (run / NOTES[tool]).write_bytes(content)
+    with pytest.raises(UnsafePrune, match=NOTES[tool]) as caught:
+        kept_by(run, "last(1)")
+    assert caught.value.message.isprintable()
+    assert len(caught.value.message) < 1000
+
+
+@pytest.mark.parametrize("tool", NOTES)
+@pytest.mark.parametrize("plant", [os.mkfifo, os.mkdir, lambda path: os.symlink("global", path)])
+def test_note_that_is_no_regular_file_stops_a_prune(
+    plant: Callable[[Path], object], tool: str, tmp_path: Path
+) -> None:
+    run = any_run(tool, tmp_path / "run")
+    (run / NOTES[tool]).unlink()
+    plant(run / NOTES[tool])
+    with pytest.raises(UnsafePrune, match="cannot be read"):
+        kept_by(run, "last(1)")
+
+
+def test_note_that_ends_as_on_windows_is_read(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    (run / "latest").write_bytes(b"global_step30\r\n")
+    assert kept_by(run, "last(1)") == {"global_step30"}
+
+
+@pytest.mark.parametrize(
+    ("target", "is_known"),
+    [
+        ("epoch=1-loss=0.015-step=4.ckpt", True),
+        ("/old/machine/epoch=1-loss=0.015-step=4.ckpt", True),
+        ("/old/machine/epoch=9-step=99.ckpt", False),
+        ("/dev/null", False),
+        ("../outside/epoch=1-loss=0.015-step=4.ckpt", False),
+        ("last.ckpt", False),
+    ],
+)
+def test_link_to_the_last_checkpoint_protects_one_here_or_stops_a_prune(
+    target: str, is_known: bool, tmp_path: Path
+) -> None:
+    run = golden_run("lightning", tmp_path / "run")
+    shutil.copytree(run, tmp_path / "outside")
+    (run / "last.ckpt").unlink()
+    (run / "last.ckpt").symlink_to(target)
+    if is_known:
+        assert "epoch=1-loss=0.015-step=4.ckpt" in kept_by(run, "last(1)")
+        return
+    with pytest.raises(UnsafePrune, match=r"last\.ckpt of PyTorch Lightning"):
+        kept_by(run, "last(1)")
+
+
+def test_universal_checkpoint_of_deepspeed_is_what_its_note_names(tmp_path: Path) -> None:
+    run = deepspeed_run(tmp_path / "run")
+    (run / "global_step20_universal/zero").mkdir(parents=True)
+    (run / "latest_universal").write_text("global_step20_universal")
+    assert kept_by(run, "last(1)") == {"global_step30"}
+    assert (run / "global_step20_universal").is_dir()

@@ -456,3 +456,13 @@ def test_sentence_names_what_it_cost() -> None:
     assert sentence(event) == (
         "save.durable net step 7: 1.4 GiB in 1.25 s (training held up for 0.50 s); fine"
     )
+
+
+def test_text_of_a_server_is_one_bounded_line_of_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = "no\r\n2026-01-01 ckptmgr INFO all is well\x1b[2J" + "y" * 100_000
+    event = Event(name="mirror", at=0.0, error=error, error_type="OSError", notes=("a\nb",))
+    with caplog.at_level(logging.WARNING, logger="ckptmgr.events"):
+        LogObserver()(event)
+    (record,) = caplog.records
+    assert record.getMessage().isprintable()
+    assert len(record.getMessage()) <= 4000

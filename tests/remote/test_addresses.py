@@ -264,3 +264,32 @@ def test_answer_of_a_server_shows_no_password_of_the_endpoint(
             open_objects(_URL).get(f"key-{status}")
         server.shutdown()
     assert "secret" not in "".join(traceback.format_exception(caught.value))
+
+
+class _HostileAnswer(_Answer):
+    """Answers each request with a text that would steer a terminal and fill a log."""
+
+    def do_GET(self) -> None:
+        text = b"<Error><Message>\x1b[2J\x1b]0;x\x07no\rckptmgr: note: all is well" + b"y" * 100_000
+        self.send_response(int(self.path[-3:]))
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(400, ConnectionError), (403, PermissionError)])
+def test_answer_of_a_server_steers_no_terminal_and_fills_no_log(
+    status: int, kind: type[OSError], refusing_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _HostileAnswer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
+        with pytest.raises(kind) as caught:
+            open_objects(_URL).get(f"key-{status}")
+        result = run("ls", f"{_URL}-{status}")
+        server.shutdown()
+    trace = "".join(traceback.format_exception(caught.value))
+    for text in (str(caught.value), *trace.splitlines(), *result.stderr.splitlines()):
+        assert text.isprintable()
+    assert len(str(caught.value)) < 1000
+    assert "\nckptmgr: note: all is well" not in result.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.exits import report_all
 from ckptmgr.cli.render import Cell
 
 _NOT_SHOWN = "(set, not shown)"
@@ -46,7 +46,8 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
     del action  # the only one so far
     check_directory(directory)
     output = render.make_output(ctx, options.absolute(directory))
-    found = list(_settings(directory, os.environ))
+    keeps, refused = _keep(directory)
+    found = [*keeps, *_others(os.environ)]
     if output.is_quiet:
         output.names([one.name.encode() for one in found if one.value is not None])
     elif output.is_text:
@@ -62,18 +63,22 @@ def config_command(ctx: click.Context, action: str, directory: Path, has_origin:
         output.table(header, rows, right="")
     if output.has_fields:
         output.result([asdict(one) for one in found], {"count": len(found)})
-    return Exit.DONE
+    return report_all(refused, is_partial=True, as_json=output.is_json)
 
 
-def _settings(directory: Path, environment: Mapping[str, str]) -> Iterator[_Setting]:
+def _keep(directory: Path) -> tuple[list[_Setting], list[Exception]]:
+    """Return the policies, and the errors of runs whose policy is refused."""
     from ckptmgr.cli.policy_file import policy_of, recorded_in
 
     written = policy_of(directory)
-    found = recorded_in(directory) if written is None else [written]
-    for policy, path in found:
-        yield _Setting(name="keep", value=str(policy), origin=str(path))
-    if not found:
-        yield _Setting(name="keep", value=None, origin="not set")
+    found, refused = recorded_in(directory) if written is None else ([written], [])
+    settings = [
+        _Setting(name="keep", value=str(policy), origin=str(path)) for policy, path in found
+    ]
+    return settings or [_Setting(name="keep", value=None, origin="not set")], refused
+
+
+def _others(environment: Mapping[str, str]) -> Iterator[_Setting]:
     yield _key(environment)
     for name, variable in (
         ("key_service", "CKPTMGR_KEY_SERVICE"),

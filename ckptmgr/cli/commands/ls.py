@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, render
-from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.exits import UsageProblem, report_all
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -81,7 +81,7 @@ def ls_command(
             "-r has no effect in an object store", hint="name the address of each run"
         )
     output = render.make_output(ctx, options.absolute(directory))
-    places = places_of(
+    places, failures = places_of(
         directory, given_trust, series=series, with_leftovers=show_all, is_recursive=recursive
     )
     chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
@@ -98,7 +98,7 @@ def ls_command(
         _print(output, shown, places, ctx.ensure_object(Session), is_recursive=recursive)
     if output.has_fields:
         output.result([entry_json(one) for one in shown], _summary(shown, places))
-    return Exit.DONE
+    return report_all(failures, is_partial=True, as_json=output.is_json)
 
 
 def _summary(shown: list[Entry], places: list[Place]) -> dict[str, Json]:

@@ -16,7 +16,7 @@ from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
-from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.errors import CkptmgrError, UnsafePrune
 from ckptmgr.core.sizes import size_text
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
@@ -98,7 +98,7 @@ def prune_command(
         undo_foreign,
     )
     from ckptmgr.cli.policy_file import load_policy, policy_in
-    from ckptmgr.cli.prune_table import PlanView
+    from ckptmgr.cli.prune_table import PlanView, report_refused
     from ckptmgr.maintenance.prune import propose
 
     store = options.open_store(directory, trust=given_trust.load())
@@ -177,12 +177,13 @@ def prune_command(
     if dry_run or check:
         view.plan(proposal)
         view.result(proposal, None)
-        return Exit.NO if check and proposal.dropped else Exit.DONE
+        refused = report_refused(proposal, as_json=output.is_json)
+        return refused or (Exit.NO if check and proposal.dropped else Exit.DONE)
     if not output.is_quiet:
         view.plan(proposal)
     if proposal.is_empty:
         view.result(proposal, None)
-        return Exit.DONE
+        return report_refused(proposal, as_json=output.is_json)
     if not (yes or _agreed(proposal, at_once=at_once)):
         note("nothing was changed")
         return Exit.NO
@@ -204,8 +205,12 @@ def _check_can_ask(
     if sys.stdin.isatty():
         return
     for counted in counted_together(store.scan(), series=series, by_series=by_series):
-        own = policy_for(counted, policy)
-        if own is not None and plan_with(counted, {}, own, now, spared_by(chosen)).dropped:
+        try:
+            own = policy_for(counted, policy)
+            decided = None if own is None else plan_with(counted, {}, own, now, spared_by(chosen))
+        except (CkptmgrError, OSError):  # which the proposal names
+            continue
+        if decided is not None and decided.dropped:
             options.check_can_ask(UnsafePrune)
 
 
@@ -225,7 +230,9 @@ def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> 
     if outcome.batch is not None:
         note(render.IN_THE_TRASH)
     return report_all(
-        outcome.failures, is_partial=bool(outcome.removed), as_json=view.output.is_json
+        [*proposal.refused, *outcome.failures],
+        is_partial=bool(outcome.removed or (proposal.refused and not outcome.failures)),
+        as_json=view.output.is_json,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,14 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, render
-from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.exits import UsageProblem, report_all
 from ckptmgr.cli.options import Session
-from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound, UnsafeWrite
+from ckptmgr.core.errors import (
+    CheckpointFileNotFound,
+    CheckpointNotFound,
+    CkptmgrError,
+    UnsafeWrite,
+)
 from ckptmgr.core.sizes import size_text
 
 if TYPE_CHECKING:
@@ -118,7 +124,7 @@ def report_command(
         report_view.print_text(output, made)
     else:
         _write_page(output, made, target or _DEFAULT_TARGET, force=force)
-    return Exit.DONE
+    return report_all(made.refused, is_partial=True, as_json=output.is_json)
 
 
 def report_of(
@@ -130,15 +136,22 @@ def report_of(
     series: str | None = None,
 ) -> RunReport:
     """Return the report of a directory, with its policy and its file of events unless others are named."""
+    from ckptmgr.cli.policy_file import policy_in
     from ckptmgr.maintenance.report.model import make_report
 
-    return make_report(
-        store,
-        policy=_policy(keep, store, series),
-        now=now,
-        series=series,
-        noted=_events(events, store.directory),
-    )
+    policy: RetentionPolicy | PolicyOf | None = None
+    refused: list[CkptmgrError | OSError] = []
+    try:
+        policy = policy_in(keep, store, series=series)
+    except UsageProblem:  # nothing says what to keep
+        pass
+    except (CkptmgrError, OSError) as error:
+        if keep is not None:
+            raise
+        refused.append(error)
+    noted = _events(events, store.directory)
+    made = make_report(store, policy=policy, now=now, series=series, noted=noted)
+    return replace(made, refused=(*refused, *made.refused)) if refused else made
 
 
 def _events(given: Path | None, directory: Path) -> EventLines | None:
@@ -153,17 +166,6 @@ def _events(given: Path | None, directory: Path) -> EventLines | None:
     with path.open(encoding="utf-8", errors="replace") as file:
         # A line without an end, such as the zeros that a power cut may leave, is read in pieces.
         return read_events(iter(partial(file.readline, _MOST_CHARACTERS), ""))
-
-
-def _policy(
-    keep: str | None, store: Store, series: str | None
-) -> RetentionPolicy | PolicyOf | None:
-    from ckptmgr.cli.policy_file import policy_in
-
-    try:
-        return policy_in(keep, store, series=series)
-    except UsageProblem:  # nothing says what to keep
-        return None
 
 
 def _write_page(output: render.Output, report: RunReport, target: str, *, force: bool) -> None:

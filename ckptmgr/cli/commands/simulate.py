@@ -13,15 +13,18 @@ import click
 
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time
-from ckptmgr.cli.exits import Exit, UsageProblem, note
+from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.sizes import parse_size
+from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint
+    from ckptmgr.maintenance.prune_plan import Counted
     from ckptmgr.policy.rules import RetentionPolicy
+    from ckptmgr.policy.simulation import Simulation
 
 _DEFAULT_STEPS = 1000
 
@@ -151,27 +154,34 @@ def _show(
     series: str | None,
     by_series: bool,
 ) -> int:
-    from ckptmgr.cli.prune_table import PlanView, plan_items
+    from ckptmgr.cli.prune_table import PlanView, plan_items, report_refused
     from ckptmgr.maintenance.prune import LinePlan, Proposal
-    from ckptmgr.maintenance.prune_plan import counted_together
+    from ckptmgr.maintenance.prune_plan import Undecided, counted_together
     from ckptmgr.policy.simulation import simulate
 
     counted = counted_together(found, series=series, by_series=by_series)
-    done = [
-        simulate([c for line in one.lines for c in line.checkpoints], rules, now) for one in counted
-    ]
+    done: list[tuple[Counted, Simulation]] = []
+    undecided: list[Undecided] = []
+    for one in counted:
+        try:
+            history = [c for line in one.lines for c in line.checkpoints]
+            done.append((one, simulate(history, rules, now)))
+        except UnsafePrune as error:
+            undecided.append(Undecided(counted=one, error=error))
+    if undecided and not done:
+        raise undecided[0].error or UnsafePrune("the policy is refused")
     proposal = Proposal(
         now=now,
         policy=str(rules),
         plans=tuple(
-            LinePlan(counted=one, policy=rules, plan=simulated.plan)
-            for one, simulated in zip(counted, done, strict=True)
+            LinePlan(counted=one, policy=rules, plan=simulated.plan) for one, simulated in done
         ),
+        undecided=tuple(undecided),
         by_series=by_series,
         series=series,
     )
-    peak_count = sum(one.peak_count for one in done)
-    peak_bytes = sum(one.peak_bytes for one in done)
+    peak_count = sum(one.peak_count for _, one in done)
+    peak_bytes = sum(one.peak_bytes for _, one in done)
     if output.is_json:
         summary: dict[str, Json] = {
             "policy": str(rules),
@@ -185,7 +195,7 @@ def _show(
             "peak_bytes": peak_bytes,
         }
         output.result(plan_items(proposal), summary)
-        return Exit.DONE
+        return report_refused(proposal, as_json=True)
     view = PlanView(
         output=output,
         directory=output.root if directory is None else directory,
@@ -199,7 +209,7 @@ def _show(
             f"at most {render.counted(peak_count, 'checkpoint')} at once after a save, "
             f"and {size_text(peak_bytes)} during one, in {render.counted(len(found), 'save')}"
         )
-    return Exit.DONE
+    return report_refused(proposal, as_json=False)
 
 
 def _time(text: str) -> timedelta:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, render
-from ckptmgr.cli.exits import Exit, note
+from ckptmgr.cli.exits import note, report_all
 from ckptmgr.cli.filters import chosen_by, filter_option
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -82,7 +82,7 @@ def stats_command(
 
     session = ctx.ensure_object(Session)
     output = render.make_output(ctx, options.absolute(directory))
-    places = places_of(
+    places, failures = places_of(
         directory, given_trust, series=series, with_leftovers=True, is_recursive=True
     )
     chosen = chosen_by(filters, None, session.now())
@@ -95,7 +95,7 @@ def stats_command(
         _print(output, runs, trash_bytes, session.now())
     if output.has_fields:
         _print_json(output, runs, trash_bytes, session.now())
-    return Exit.DONE
+    return report_all(failures, is_partial=True, as_json=output.is_json)
 
 
 def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:

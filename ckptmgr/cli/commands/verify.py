@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, parts, render
-from ckptmgr.cli.exits import Exit, UsageProblem, note, report
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report, report_all
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
@@ -142,8 +142,13 @@ def verify_command(
     opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
     selected: list[Selected] = []
+    failures: list[Exception] = []
     if texts or not foreign:
-        selected = select(texts, directory, opener, series=series, takes_urls=True)
+        selected = select(
+            texts, directory, opener, series=series, takes_urls=True, failures=failures
+        )
+    if failures and not (selected or foreign):
+        raise failures[0]
     narrowed = parts.chooser(part, subset, sample, os.environ)
     if jsonl and any(f"ckptmgr.{name}" in ctx.meta for name in ("json", "quiet", "verbose")):
         raise UsageProblem("--jsonl stands alone", hint="drop --json, -q, -0 and -v")
@@ -206,7 +211,9 @@ def verify_command(
                 note(f"{theirs.checkpoint.name} stays: what another tool wrote is not moved")
             yield answer
 
-    return _show(output, answers(), depth.value, expected, bundles, moved, is_in_lines=jsonl)
+    code = _show(output, answers(), depth.value, expected, bundles, moved, is_in_lines=jsonl)
+    failed = report_all(failures, is_partial=True, as_json=output.is_json)
+    return code or failed
 
 
 def _verified(
@@ -262,10 +269,18 @@ def _quarantined(one: Selected, *, now: datetime) -> Path | Exception:
 
 def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> list[Path]:
     """Return the OpenSSF bundles beside the verified checkpoints."""
-    folders = [Path(text) for text in selectors if Path(text).is_dir()]
+    folders = [Path(text) for text in selectors if _is(Path.is_dir, Path(text))]
     candidates = [path / "model.sig" for path in folders]
     candidates += [c.path.with_name(c.name + ".sig") for c in checkpoints]
-    return [path for path in candidates if path.is_file()]
+    return [path for path in candidates if _is(Path.is_file, path)]
+
+
+def _is(kind: Callable[[Path], bool], path: Path) -> bool:
+    """Return whether a path is of a kind; not if this user may not look."""
+    try:
+        return kind(path)
+    except OSError:
+        return False
 
 
 def _expected(step: int | None, identity: str | None) -> Expected:

@@ -15,7 +15,7 @@ import click
 
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time, seconds_of
-from ckptmgr.cli.exits import Exit, UsageProblem, note
+from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.watch_program import program_of
 from ckptmgr.core.contexts import contextmanager
@@ -43,7 +43,9 @@ _REFRESH_S = 15
         "watch runs/* --prune --state ~/.local/state/ckptmgr-watch.json --json",
     ),
 )
-@click.argument("directories", type=options.PATH, nargs=-1, required=True, metavar="DIR...")
+@click.argument(
+    "directories", type=options.ONE_OF_SEVERAL, nargs=-1, required=True, metavar="DIR..."
+)
 @click.option("--quick", "level", flag_value="quick", help="Verify sizes and structure only.")
 @click.option("--deep", "level", flag_value="deep", help="Also decode all tensors.")
 @click.option(
@@ -151,9 +153,8 @@ def watch_command(
 
     Ctrl-C and SIGTERM end it, with exit code 1 if an alarm stands, else 0.
     """
-    from ckptmgr.cli.foreign import check_directory, check_not_foreign
+    from ckptmgr.cli.foreign import check_directory
     from ckptmgr.cli.watch_view import view_for
-    from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.maintenance.watch.watcher import Watcher
 
     session = ctx.ensure_object(Session)
@@ -162,8 +163,6 @@ def watch_command(
         check_directory(
             path, hint="a run makes its directory with the first save; mkdir -p makes it now"
         )
-        check_not_foreign(OsFileSystem(), path)
-        _look_below(path, is_once=is_once)
     run = program_of(command)
     settings = _settings(
         paths, level, given_trust, session, is_once=is_once, state=state_file, **given
@@ -171,11 +170,15 @@ def watch_command(
     output = render.make_output(ctx, paths[0])
     if serve is not None and is_once:
         raise UsageProblem("--serve needs a watch that goes on", hint="drop --once, or use report")
+    watched, refused = _watchable(paths, is_once=is_once)
+    code = report_all(refused, is_partial=bool(watched), as_json=output.is_json)
+    if not watched:
+        return code
     with ExitStack() as stack:
         served = None
         if serve is not None:
-            served = stack.enter_context(_server(serve, paths, settings.trust, session))
-        watcher = stack.enter_context(Watcher(paths, settings, clock=session.clock))
+            served = stack.enter_context(_server(serve, watched, settings.trust, session))
+        watcher = stack.enter_context(Watcher(watched, settings, clock=session.clock))
         view = view_for(
             output, watcher.rows, session.now, has_several=len(paths) > 1, is_once=is_once
         )
@@ -187,7 +190,27 @@ def watch_command(
             except KeyboardInterrupt:
                 view.show(_end(watcher, session.clock(), " and ".join(ended)))
                 view.refresh()
-    return Exit.NO if watcher.standing else Exit.DONE
+    return Exit.NO if watcher.standing else code
+
+
+def _watchable(
+    directories: Sequence[Path], *, is_once: bool
+) -> tuple[list[Path], list[CkptmgrError | OSError]]:
+    """Return the directories that can be watched, and why the others cannot."""
+    from ckptmgr.cli.foreign import check_not_foreign
+    from ckptmgr.io.filesystem import OsFileSystem
+
+    watched: list[Path] = []
+    refused: list[CkptmgrError | OSError] = []
+    for path in directories:
+        try:
+            check_not_foreign(OsFileSystem(), path)
+            _look_below(path, is_once=is_once)
+        except (CkptmgrError, OSError) as error:
+            refused.append(error)
+        else:
+            watched.append(path)
+    return watched, refused
 
 
 def _look_below(directory: Path, *, is_once: bool) -> None:
@@ -254,8 +277,8 @@ def _settings(
         except UsageProblem as problem:  # what said it is gone: an alarm, not the end
             raise CkptmgrError(problem.message, path=store.directory, hint=problem.hint) from None
 
-    for path in paths if prunes else ():
-        policy_in(keep, Store(path, trust=trust))
+    if prunes:
+        _check_policies([partial(policy_in, keep, Store(path, trust=trust)) for path in paths])
     return Settings(
         trust=trust,
         level=depth,
@@ -271,6 +294,18 @@ def _settings(
         else _uploads(mirror_url, mirror_keep, paths, trust, session.clock),
         is_once=is_once,
     )
+
+
+def _check_policies(checks: Sequence[Callable[[], object]]) -> None:
+    """Raise the first error if no directory has a policy; that of one of several is an alarm."""
+    problems: list[Exception] = []
+    for check in checks:
+        try:
+            check()
+        except (UsageProblem, CkptmgrError, OSError) as error:
+            problems.append(error)
+    if len(problems) == len(checks):
+        raise problems[0]
 
 
 def _uploads(

@@ -21,18 +21,19 @@ import json
 import pickletools
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import is_bad_medium
-from ckptmgr.maintenance.foreign.layouts import missing_shards
-from ckptmgr.maintenance.foreign.listing import DiskFolder
+from ckptmgr.maintenance.foreign.layouts import HUB, missing_shards
+from ckptmgr.maintenance.foreign.listing import DiskFolder, tree_of
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.store.store import Store
@@ -50,7 +51,7 @@ def verify_foreign(
     fs: FileSystem, foreign: ForeignCheckpoint, *, level: Level = Level.FULL
 ) -> Verification:
     """Check one checkpoint of another tool; every fault is part of the answer."""
-    check = _Check(fs, foreign.checkpoint.path, level)
+    check = _Check(fs, foreign.checkpoint, level)
     check.run()
     problem = foreign.checkpoint.problem
     problems = [*([] if problem is None else [problem]), *check.problems, *check.unread]
@@ -89,9 +90,10 @@ def needs_proof(trust: Trust) -> bool:
 
 
 class _Check:
-    def __init__(self, fs: FileSystem, path: Path, level: Level) -> None:
+    def __init__(self, fs: FileSystem, checkpoint: Checkpoint, level: Level) -> None:
         self._fs = fs
-        self._path = path
+        self._path = checkpoint.path
+        self._is_hub = checkpoint.format == HUB.tool
         self._level = level
         self.problems: list[str] = []
         self.unread: list[str] = []
@@ -100,47 +102,62 @@ class _Check:
         self.obstacle: OSError | None = None
 
     def run(self) -> None:
-        for path in self._files(self._path):
-            name = "" if path == self._path else f"{path.relative_to(self._path)}: "
-            try:
-                with contextlib.closing(self._fs.open(path)) as file:
-                    self._check_file(path, file)
-            except (FormatError, _Damaged) as error:
-                self.problems.append(f"{name}{error}")
-            except OSError as error:
-                kept = self.problems if is_bad_medium(error) else self.unread
-                kept.append(f"{name}{error.strerror or error}")
-                if kept is self.unread:
-                    self.obstacle = error
-
-    def _files(self, path: Path) -> Iterator[Path]:
-        status = self._fs.status(path)
+        status = self._fs.status(self._path)
         if status is not None and status.is_file:
-            yield path
+            self._check("", self._path, lambda _: True)
             return
-        folder = DiskFolder(self._fs, path)
-        shards = missing_shards(folder)
-        self.problems += [f"{name} is missing" for name in shards]
-        if any(name.endswith(".index.json") for name in folder.entries()):
-            self.checked["index of shards"] = None
-        for name, one in sorted(folder.entries().items()):
-            if one.is_directory:
-                yield from self._files(path / name)
-            elif one.is_file:
-                yield path / name
+        self._check_folder(DiskFolder(self._fs, self._path, tree=tree_of(self._path.parent)), "")
 
-    def _check_file(self, path: Path, file: Source) -> None:
-        if path.name.endswith(".safetensors"):
+    def _check_folder(self, folder: DiskFolder, place: str) -> None:
+        try:
+            entries = folder.entries()
+        except OSError as error:
+            self._note(place, error)
+            return
+        self.problems += [f"{place}{name} is missing" for name in missing_shards(folder)]
+        if any(name.endswith(".index.json") for name in entries):
+            self.checked["index of shards"] = None
+        for name, status in sorted(entries.items()):
+            found = folder.real_file(name)
+            if status.is_directory and self._is_hub:
+                self.unchecked["folders in it"] = None
+            elif status.is_directory:
+                self._check_folder(folder.folder(name), f"{place}{name}/")
+            elif found is None:
+                self.unchecked["links to nothing or out of the tree"] = None
+            else:
+                self._check(f"{place}{name}", found[0], lambda one: folder.file(one) is not None)
+
+    def _check(self, name: str, path: Path, is_beside: Callable[[str], bool]) -> None:
+        """Check a file, or that which a link of this name leads to."""
+        title = f"{name}: " if name else ""
+        try:
+            with contextlib.closing(self._fs.open(path)) as file:
+                self._check_file(Path(name).name or path.name, file, is_beside)
+        except (FormatError, _Damaged) as error:
+            self.problems.append(f"{title}{error}")
+        except OSError as error:
+            self._note(title, error)
+
+    def _note(self, title: str, error: OSError) -> None:
+        kept = self.problems if is_bad_medium(error) else self.unread
+        kept.append(f"{title}{error.strerror or error}")
+        if kept is self.unread:
+            self.obstacle = error
+
+    def _check_file(self, name: str, file: Source, is_beside: Callable[[str], bool]) -> None:
+        if name.endswith(".safetensors"):
             read_safetensors_index(file)
             self.checked["safetensors headers"] = None
-        elif path.name.endswith(".json") or path.name in _JSON_NAMES:
+        elif name.endswith(".json") or name in _JSON_NAMES:
             self._check_json(file)
-        elif path.name == ".metadata":
-            self._check_metadata(path, file)
-        elif path.name.endswith(_ARCHIVES):
+        elif name == ".metadata":
+            self._check_metadata(file, is_beside)
+        elif name.endswith(_ARCHIVES):
             self._check_archive(file)
         else:
-            kind = f"*{path.suffix}" if path.suffix and path.suffix != path.name else "other"
+            suffix = Path(name).suffix
+            kind = f"*{suffix}" if suffix else "other"
             self.unchecked[f"{kind} files"] = None
 
     def _check_json(self, file: Source) -> None:
@@ -153,7 +170,7 @@ class _Check:
             raise _Damaged(f"no JSON: {error}") from error
         self.checked["JSON"] = None
 
-    def _check_metadata(self, path: Path, file: Source) -> None:
+    def _check_metadata(self, file: Source, is_beside: Callable[[str], bool]) -> None:
         """Compare the files that the pickle of DCP names with those that are there."""
         if file.size > _MOST_METADATA_BYTES:
             self.unchecked[".metadata of more than 64 MiB"] = None
@@ -164,7 +181,7 @@ class _Check:
         except Exception as error:  # of a damaged pickle: ValueError, struct.error, IndexError ...
             raise _Damaged(f"no pickle: {error}") from error
         names = sorted(text for text in texts if text.endswith(".distcp"))
-        lost = [name for name in names if self._fs.status(path.parent / Path(name).name) is None]
+        lost = [name for name in names if not is_beside(Path(name).name)]
         if lost:
             raise _Damaged(f"{lost[0]} is missing")
         self.checked[".metadata against the files"] = None

@@ -3,7 +3,7 @@
 
 | tool | checkpoint | written last | points at one |
 |---|---|---|---|
-| transformers | `checkpoint-N/` | `trainer_state.json` | its `best_model_checkpoint` |
+| transformers | `checkpoint-N/` | `trainer_state.json` | its `best_model_checkpoint`, `best_global_step` |
 | lightning | `...step=N.ckpt`, a file or a directory | the end of the ZIP archive | `last.ckpt` |
 | megatron | `iter_NNNNNNN/` | the tracker file | `latest_checkpointed_iteration.txt` |
 | deepspeed | `global_stepN/` | `latest` | `latest`, `latest_universal` |
@@ -11,6 +11,7 @@
 | torchtitan-or-dcp | other `step-N/` with DCP or Hub files | the same | - |
 | orbax | `N/`, `PREFIX_N/` | the final name, `commit_timestamp_nsecs` | - |
 | dcp | any other directory with `*.distcp` | `.metadata` | - |
+| hub | a folder with shards, or with links to weights; asked about itself alone | - | - |
 
 Sources: transformers 5.23 `trainer.py` `_save_checkpoint`; lightning 2.6 `model_checkpoint.py`;
 Megatron-LM `training/checkpointing.py`; DeepSpeed `runtime/engine.py` `save_checkpoint`; torchtitan
@@ -28,12 +29,19 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from ckptmgr.core.model import Figures
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
+_INDEX = ".index.json"
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".h5", ".msgpack", ".gguf", ".pt", ".pth")
+_WEIGHT_INDEXES = tuple(f"{suffix}{_INDEX}" for suffix in _WEIGHT_SUFFIXES)
+_SHARD = re.compile(
+    rf"(.+)-[0-9]{{5}}-of-([0-9]{{5}})({'|'.join(map(re.escape, _WEIGHT_SUFFIXES))})"
+)
+_MOST_SHARDS = 10_000
 _ZIP_MAGIC = b"PK\x03\x04"
 _WEIGHTS = re.compile(r"(?:pytorch_model|model|adapter_model)\S*\.(?:bin|safetensors)")
 _FILE_SUFFIX = ".ckpt"
@@ -113,8 +121,8 @@ class Recognition:
     pointers: tuple[Pointer, ...]
 
 
-def recognise(folder: Folder) -> list[Recognition]:
-    """Return the checkpoints of other tools in a directory, in the order of `LAYOUTS`."""
+def recognise(folder: Folder, layouts: Sequence[Layout] | None = None) -> list[Recognition]:
+    """Return the checkpoints of other tools in a directory, in the order of the layouts."""
     # Of files only those of Lightning are checkpoints; a run of ours has very many others.
     entries = {
         name: one
@@ -122,7 +130,7 @@ def recognise(folder: Folder) -> list[Recognition]:
         if (one.is_directory or name.endswith(_FILE_SUFFIX)) and not name.startswith(".")
     }
     answer: list[Recognition] = []
-    for layout in LAYOUTS:
+    for layout in LAYOUTS if layouts is None else layouts:
         fitting = [
             name
             for name, status in entries.items()
@@ -166,21 +174,72 @@ def _object(folder: Folder, name: str) -> dict[str, object] | None:
 
 
 def missing_shards(folder: Folder) -> list[str]:
-    """Return the files that an index of weights (`*.index.json`) names and the directory lacks."""
-    entries = folder.entries()
-    missing: set[str] = set()
-    for name in entries:
-        if name.endswith(".index.json"):
+    """Return the files that an index of weights (`*.index.json`) names and the directory lacks.
+
+    Of several indexes, such as for safetensors and for pickles, one that none of its files is here
+    for does not count beside one that is whole.
+    """
+    by_index: dict[str, tuple[set[str], set[str]]] = {}
+    for name in folder.entries():
+        if name.endswith(_INDEX):
             places = (_object(folder, name) or {}).get("weight_map")
-            if not isinstance(places, dict):
-                missing.add(f"the weight_map of {name}")
-                continue
-            missing |= {str(place) for place in places.values() if place not in entries}
-    return sorted(missing)
+            if not (isinstance(places, dict) or name.endswith(_WEIGHT_INDEXES)):
+                continue  # of something else
+            wanted = {str(one) for one in places.values()} if isinstance(places, dict) else set()
+            wanted = wanted or {f"the weight_map of {name}"}
+            by_index[name] = (wanted, {one for one in wanted if folder.file(one) is None})
+    has_whole = any(not missing for _, missing in by_index.values())
+    counted = [
+        missing for wanted, missing in by_index.values() if not (has_whole and missing == wanted)
+    ]
+    return sorted(set().union(*counted))
 
 
 def _missing(files: Sequence[str]) -> str | None:
     return f"{files[0]} is missing" if files else None
+
+
+def is_hub_folder(entries: Mapping[str, FileStatus]) -> bool:
+    """Return whether a folder has weights in shards, or as links, as the cache of the Hub has them."""
+    return any(
+        one.endswith(_WEIGHT_INDEXES)
+        or _SHARD.fullmatch(one)
+        or (one.endswith(_WEIGHT_SUFFIXES) and _is_link(status))
+        for one, status in entries.items()
+    )
+
+
+def _is_link(status: FileStatus) -> bool:
+    return not (status.is_file or status.is_directory)
+
+
+def _hub_problem(folder: Folder, name: str, step: int | None) -> str | None:
+    inside = folder.folder(name)
+    entries = inside.entries()
+    lost = missing_shards(inside)
+    lost += [
+        one
+        for one, status in sorted(entries.items())
+        if one.endswith(_WEIGHT_SUFFIXES) and _is_link(status) and inside.file(one) is None
+    ]
+    if not any(one.endswith(_WEIGHT_INDEXES) for one in entries):
+        lost += _missing_numbers(inside)
+    return _missing(lost)
+
+
+def _missing_numbers(folder: Folder) -> list[str]:
+    """Return the shards that the names of others count and the directory lacks, without an index."""
+    groups = {
+        (match[1], int(match[2]), match[3])
+        for match in map(_SHARD.fullmatch, folder.entries())
+        if match is not None and int(match[2]) <= _MOST_SHARDS
+    }
+    names = (
+        f"{stem}-{number:05d}-of-{count:05d}{suffix}"
+        for stem, count, suffix in sorted(groups)
+        for number in range(1, count + 1)
+    )
+    return [name for name in names if folder.file(name) is None]
 
 
 def _is_of_transformers(folder: Folder, name: str) -> bool:
@@ -200,25 +259,58 @@ def _transformers_problem(folder: Folder, name: str, step: int | None) -> str | 
         return "trainer_state.json is not whole"
     if state.get("global_step") != step:
         return "trainer_state.json is of another step"
-    has_weights = any(_WEIGHTS.fullmatch(one) for one in entries)
+    has_weights = any(_WEIGHTS.fullmatch(one) and inside.file(one) is not None for one in entries)
     if not has_weights and not any(status.is_directory for status in entries.values()):
         return "no weights"
     return _missing(missing_shards(inside))
 
 
 def _transformers_pointers(folder: Folder, whole: Sequence[str]) -> list[Pointer]:
-    """Return the best one as the newest checkpoints say, the newest that is whole among them."""
-    step_of = TRANSFORMERS.step_of
-    newest = max((step_of(name) or 0 for name in whole), default=0)
-    best: list[str] = []
-    for name in folder.entries():
-        if (step_of(name) or 0) >= newest:
-            state = _object(folder.folder(name), "trainer_state.json") or {}
-            path = state.get("best_model_checkpoint")
-            best += [PurePath(path).name] if isinstance(path, str) else []
-    # Its path is that of the training: the directory may have been moved, and the best one deleted.
-    targets = sorted(name for name in set(best) if name in whole)
-    return [Pointer(source="best_model_checkpoint", target=name) for name in targets]
+    """Return the best ones, as the newest checkpoint of each run and the newest whole one say."""
+
+    def step_of(name: str) -> int:
+        return TRANSFORMERS.step_of(name) or 0
+
+    newest_whole = max(whole, key=step_of, default=None)
+    latest: list[dict[str, object]] = []
+    named = filter(TRANSFORMERS.names.fullmatch, folder.entries())
+    for name in sorted(named, key=step_of, reverse=True):
+        state = _object(folder.folder(name), "trainer_state.json")
+        if state is not None and (
+            name == newest_whole or not any(_goes_on(state, newer) for newer in latest)
+        ):
+            latest.append(state)
+    notes = [note for state in latest for note in _best_of(state, folder.entries())]
+    return list(dict.fromkeys(notes))
+
+
+def _goes_on(state: dict[str, object], newer: dict[str, object]) -> bool:
+    """Return whether a run went on from a state to a newer one: with all that it had logged.
+
+    A run that evaluated has logged something; one that did not knows no best checkpoint.
+    """
+    earlier, later = state.get("log_history"), newer.get("log_history")
+    if not (isinstance(earlier, list) and earlier):
+        return True
+    # As texts, because a loss that is NaN is not equal to itself.
+    return isinstance(later, list) and repr(later[: len(earlier)]) == repr(earlier)
+
+
+def _best_of(state: dict[str, object], entries: Mapping[str, FileStatus]) -> list[Pointer]:
+    """Return the notes of one state.
+
+    Its path is that of the training, perhaps of Windows; the directory may have been moved. A best
+    step has a checkpoint only if it was saved: the Trainer itself looks whether there is one.
+    """
+    path, step = state.get("best_model_checkpoint"), state.get("best_global_step")
+    notes = []
+    if path is not None:
+        parts = re.split(r"[/\\]", path.rstrip("/\\")) if isinstance(path, str) else [""]
+        notes.append(Pointer(source="best_model_checkpoint", target=parts[-1] or None))
+    at_step = f"checkpoint-{step}"
+    if at_step in entries and at_step not in [one.target for one in notes]:
+        notes.append(Pointer(source="best_global_step", target=at_step))
+    return notes
 
 
 def _transformers_metrics(folder: Folder, name: str, step: int | None) -> Mapping[str, float]:
@@ -261,11 +353,7 @@ def _lightning_problem(folder: Folder, name: str, step: int | None) -> str | Non
 
 def _lightning_pointers(folder: Folder, whole: Sequence[str]) -> list[Pointer]:
     links = [name for name in folder.entries() if re.fullmatch(r"last(?:-v[0-9]+)?\.ckpt", name)]
-    targets = {name: folder.link(name) for name in sorted(links)}
-    return [
-        Pointer(source=name, target=name if target is None else target)
-        for name, target in targets.items()
-    ]
+    return [Pointer(source=name, target=folder.link(name) or name) for name in sorted(links)]
 
 
 def _metrics_in_name(folder: Folder, name: str, step: int | None) -> Mapping[str, float]:
@@ -307,7 +395,9 @@ def _torchtitan_problem(folder: Folder, name: str, step: int | None) -> str | No
 
 def _is_of_deepspeed(folder: Folder, name: str) -> bool:
     return any(
-        _MODEL_STATES.fullmatch(one) or _OPTIMIZER_RANK.fullmatch(one)
+        _MODEL_STATES.fullmatch(one)
+        or _OPTIMIZER_RANK.fullmatch(one)
+        or (one == "zero" and name.endswith("_universal"))
         for one in folder.folder(name).entries()
     )
 
@@ -488,4 +578,14 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
 )
 """The tools, the first that recognises an entry has it."""
-TITLES: Mapping[str, str] = {layout.tool: layout.title for layout in LAYOUTS}
+HUB = Layout(
+    tool="hub",
+    title="the Hugging Face Hub",
+    names=re.compile(r"(?!)()"),  # none has a step
+    is_its=lambda folder, name: is_hub_folder(folder.folder(name).entries()),
+    why_incomplete=_hub_problem,
+    takes_others=True,
+    has_own_names=False,
+)
+"""A folder of a model, by itself: not one of the checkpoints of a training."""
+TITLES: Mapping[str, str] = {layout.tool: layout.title for layout in (*LAYOUTS, HUB)}

@@ -37,7 +37,8 @@ class Pointer:
 
     Attributes:
         source: The file or field, such as `latest`.
-        target: The name that it points at; None if it cannot be read.
+        target: The name that it points at, as its tool reads it; None if it cannot be read. Only a
+            name of a checkpoint in the directory is right.
     """
 
     source: str
@@ -55,6 +56,10 @@ class Folder(Protocol):
         """Return the view of a directory in it."""
         ...
 
+    def file(self, name: str) -> FileStatus | None:
+        """Return the status of a file, or of that in the same tree which a link leads to."""
+        ...
+
     def text(self, name: str) -> str | None:
         """Return the text of a small file; None if there is none, or it is too large or no text."""
         ...
@@ -68,5 +73,8 @@ class Folder(Protocol):
         ...
 
     def link(self, name: str) -> str | None:
-        """Return the name in this directory that a link leads to; None for any other entry."""
+        """Return what a link leads to: a name in this directory, else a path; None for a file.
+
+        Of a link that leads to nothing it is the base name: the directory may have been moved.
+        """
         ...

@@ -3,22 +3,24 @@
 
 The rules are those of `policy.retention`, each tool counted by itself. Besides the newest complete
 one, these stay whatever the policy says: those that a note of the tool points at, incomplete ones,
-which use up no slot, and entries whose names are not understood. Where anything would go, the
-newest that would stay is checked first (`foreign.check`); one that is damaged counts as incomplete.
+which use up no slot, and entries whose names are not understood. `last(n)` keeps the n newest by
+number and the n newest by time. Where anything would go, the newest of both orders that would stay
+are checked first (`foreign.check`); one that is damaged counts as incomplete.
 
-A note that cannot be read, or that names nothing in the directory, stops the prune: the
+A note that cannot be read, or that names no checkpoint of the directory, stops the prune: the
 checkpoints that it protects are not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.core.errors import StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.core.printable import quoted
 from ckptmgr.maintenance.foreign import trash
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.layouts import TITLES
@@ -30,7 +32,7 @@ from ckptmgr.maintenance.verdict import Status
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.lines import RunLine
 from ckptmgr.policy.retention import plan
-from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
@@ -101,17 +103,17 @@ def propose_foreign(
 
 
 def check_pointers(store: Store, listing: ForeignListing) -> None:
-    """Raise UnsafePrune if a note of a tool cannot be read, or names nothing in the directory."""
+    """Raise UnsafePrune unless each note of a tool names a checkpoint that is listed."""
+    names = {one.checkpoint.name for one in listing.checkpoints}
     for tool, pointers in listing.pointers.items():
         for pointer in pointers:
-            if pointer.target is not None and (
-                store.fs.status(store.directory / pointer.target) is not None
-            ):
+            if pointer.target in names:
                 continue
-            what = "cannot be read" if pointer.target is None else f"names {pointer.target}"
-            where = "" if pointer.target is None else ", which is not here"
+            what = "cannot be read"
+            if pointer.target is not None:
+                what = f"names {quoted(pointer.target)}, which is no checkpoint here"
             raise UnsafePrune(
-                f"{pointer.source} of {TITLES[tool]} {what}{where}; nothing was removed",
+                f"{pointer.source} of {TITLES[tool]} {what}; nothing was removed",
                 path=store.directory,
                 hint="what it protects is not known; put it right, or remove checkpoints by hand",
             )
@@ -141,7 +143,29 @@ def _plan(
         if one.named_by
     }
     checkpoints = _counted(listing, tool, damaged).lines[0].checkpoints
+    for path, why in _last_by_time(checkpoints, policy).items():
+        protected.setdefault(path, why)
     return plan(checkpoints, policy, now, protected=protected, is_one_line=True)
+
+
+def _last_by_time(checkpoints: Sequence[Checkpoint], policy: RetentionPolicy) -> dict[Path, str]:
+    """Return why those stay that are among the newest by time, and not among those by number.
+
+    They are as many as `last` keeps. A second run that counts from the beginning has the lower
+    numbers; the times of a copy say nothing: so neither order decides alone.
+    """
+    count = max([1, *(rule.count for rule in policy.rules if isinstance(rule, Last))])
+    whole = [one for one in checkpoints if one.is_countable]
+    by_number = {one.path for one in sorted(whole, key=lambda one: one.order)[-count:]}
+    return {
+        one.path: f"last {rank}/{count} by time, and the numbers have another order"
+        for rank, one in enumerate(_by_time(whole)[:count], start=1)
+        if one.path not in by_number
+    }
+
+
+def _by_time(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    return sorted(checkpoints, key=lambda one: (one.saved_at, one.order), reverse=True)
 
 
 def _checked_plan(
@@ -149,15 +173,18 @@ def _checked_plan(
 ) -> tuple[Plan, Mapping[Path, str]]:
     """Return the plan of a tool, and the damaged ones that it does not count."""
     damaged: dict[Path, str] = {}
+    checked: set[Path] = set()
     while True:
         decided = _plan(listing, tool, policy, now, damaged)
-        newest = next((one for one in decided.kept if one.is_countable), None)
-        if not decided.dropped or newest is None:
+        kept = [one for one in decided.kept if one.is_countable]
+        newest = {one.path for one in (*kept[:1], *_by_time(kept)[:1])} - checked
+        if not decided.dropped or not newest:
             return decided, damaged
-        problem = _damage(store, listing, newest.path)
-        if problem is None:
-            return decided, damaged
-        damaged[newest.path] = problem
+        checked |= newest
+        for path in newest:
+            problem = _damage(store, listing, path)
+            if problem is not None:
+                damaged[path] = problem
 
 
 def _damage(store: Store, listing: ForeignListing, path: Path) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from html import escape
 
+from ckptmgr.core.printable import printable
 from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.maintenance.report.model import Entry, Fate
 from ckptmgr.observe.events import Event
@@ -20,15 +21,14 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 12, 14, 26
 _APART = 18
 _MOST_BARS = 200
 _MOST_MARKS = 1500  # more cannot be distinguished, and make the page slow
+_MOST_POINTS = 2000
+_MOST_TITLE = 300  # characters
 _RADIUS = {Fate.KEPT: 5.5, Fate.GOES: 4.0, Fate.DAMAGED: 5.5, Fate.TRASH: 3.5, Fate.GONE: 3.0}
 
 
-def shown(text: str) -> str:
+def shown(text: str, most: int | None = None) -> str:
     """Return a text for HTML: escaped, and what cannot be printed spelled out."""
-    plain = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
-    )
-    return escape(plain, quote=True)
+    return escape(printable(text, most), quote=True)
 
 
 def metric_chart(entries: Sequence[Entry], metric: str | None) -> str:
@@ -57,7 +57,7 @@ def metric_chart(entries: Sequence[Entry], metric: str | None) -> str:
         _mark(x(step), base if value is None else y(value), one, metric)
         for step, value, one in values
     ]
-    title = "checkpoints by step" if metric is None else f"{metric} by step"
+    title = "checkpoints by step" if metric is None else f"{printable(metric, _MOST_TITLE)} by step"
     return _svg(title, parts)
 
 
@@ -92,6 +92,7 @@ def save_chart(saves: Sequence[Event]) -> str:
 
 def space_chart(used: Sequence[tuple[datetime, int]]) -> str:
     """Return the bytes of the directory by time, as steps."""
+    used = [*used[:: math.ceil(len(used) / _MOST_POINTS)], used[-1]]
     times = [at.timestamp() for at, _ in used]
     highest = max(size for _, size in used) or 1
     x = _scale(times[0], times[-1], _LEFT, WIDTH - _RIGHT)
@@ -130,9 +131,9 @@ def _label(x: float, y: float, text: str, anchor: str) -> str:
 
 
 def _mark(x: float, y: float, one: Entry, metric: str | None) -> str:
-    value = "" if metric is None else f", {metric} {_number(one, metric)}"
+    value = "" if metric is None else f", {printable(metric, 40)} {_number(one, metric)}"
     why = f": {'; '.join(one.why)}" if one.why else ""
-    title = shown(f"step {one.step}{value}, {one.fate.value}{why}")
+    title = shown(f"step {one.step}{value}, {one.fate.value}{why}", _MOST_TITLE)
     size = _RADIUS[one.fate]
     if one.fate is Fate.DAMAGED:  # a cross: the meaning is not in the colour alone
         d = f"M{x - size:.1f} {y - size:.1f}l{2 * size} {2 * size}m0 {-2 * size}l{-2 * size} {2 * size}"

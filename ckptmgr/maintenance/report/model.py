@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State, Verdict
 from ckptmgr.maintenance.json_fields import has_known_step
 from ckptmgr.maintenance.past_checks import PastCheck, recall
@@ -22,6 +25,7 @@ from ckptmgr.maintenance.prune_plan import (
     plan_with,
     policy_for,
 )
+from ckptmgr.maintenance.watch.directory import problem_of
 from ckptmgr.observe.events import Event
 from ckptmgr.observe.json_lines import EventLines
 from ckptmgr.policy.forecast import most_kept
@@ -29,7 +33,30 @@ from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 
+MOST_COLUMNS = 20
+"""Metrics that a table has columns for."""
+MOST_ROWS = 2000
+"""Rows of a table on a page."""
+_MOST_REFUSED = 20
 _DAMAGED = (State.CORRUPT, State.MISSING)
+
+
+def usual_metrics(
+    recorded: Sequence[Mapping[str, float]], most: int = MOST_COLUMNS
+) -> tuple[str, ...]:
+    """Return the names of at most `most` metrics, sorted: those that most checkpoints have.
+
+    One checkpoint with very many metrics neither adds columns without end nor displaces others.
+    """
+    counts = Counter(name for one in recorded for name in one)
+    if len(counts) <= most:
+        return tuple(sorted(counts))
+    fewest: dict[str, int] = {}
+    for one in sorted(recorded, key=len):
+        for name in one:
+            fewest.setdefault(name, len(one))
+    chosen = heapq.nsmallest(most, counts, key=lambda name: (-counts[name], fewest[name], name))
+    return tuple(sorted(chosen))
 
 
 class Fate(enum.Enum):
@@ -114,6 +141,8 @@ class RunReport:
         used: Time and bytes of the directory after each noted save and prune; empty without events.
         has_events: Whether events were given; without them nothing is known about the cost of saves.
         unreadable_event_count: Lines of the file of events that are none.
+        refused: Errors about the policies of single runs, or of all, whose checkpoints count as
+            kept, and about the trash.
     """
 
     directory: Path
@@ -127,11 +156,29 @@ class RunReport:
     space: Space
     has_events: bool
     unreadable_event_count: int = 0
+    refused: tuple[CkptmgrError | OSError, ...] = ()
 
     @property
     def damaged(self) -> tuple[Entry, ...]:
         """The damaged checkpoints."""
         return tuple(one for one in self.entries if one.fate is Fate.DAMAGED)
+
+    def usual_metrics(self, most: int = MOST_COLUMNS) -> tuple[str, ...]:
+        """Return the names of the metrics that get columns or charts; see `usual_metrics`."""
+        return usual_metrics([one.metrics for one in self.entries], most)
+
+    def more_metrics(self, shown: Sequence[str]) -> str | None:
+        """Return the sentence about the metrics that are not shown; None if all are."""
+        left_out = len(self.metrics) - len(shown)
+        return f"and {left_out:,} more metrics, which --json has" if left_out else None
+
+    def policy_sentences(self) -> Iterator[str]:
+        """Yield the policy, and the errors because of which something is left out."""
+        yield "no retention policy" if self.policy is None else f"policy {self.policy}"
+        for error in self.refused[:_MOST_REFUSED]:
+            yield f"left out: {problem_of(error)}"
+        if len(self.refused) > _MOST_REFUSED:
+            yield f"left out: {len(self.refused) - _MOST_REFUSED:,} more for such reasons"
 
     def count(self, fate: Fate) -> int:
         """Return how many checkpoints have this fate."""
@@ -155,8 +202,7 @@ def make_report(
 ) -> RunReport:
     """Return the report of a directory at a time `now` (UTC); nothing is verified or changed.
 
-    Raises:
-        UnsafePrune: The policy is refused; see `retention.plan`.
+    An error about the policy of one run is part of the report.
     """
     events = () if noted is None else noted.events
     own = [one for one in events if _is_of(one, store.directory, series)]
@@ -164,18 +210,25 @@ def make_report(
     checks = Checks(_verified(own), recall(store, found))
     entries = []
     policies: list[RetentionPolicy] = []
+    refused: list[CkptmgrError | OSError] = []
     for counted in counted_together(found, series=series):
-        applied = None if policy is None else policy_for(counted, policy)
+        applied = None
+        try:
+            applied = None if policy is None else policy_for(counted, policy)
+            its = _entries(counted, applied, now, checks)
+        except (CkptmgrError, OSError) as error:
+            refused.append(error)
+            its = _entries(counted, None, now, checks)
         policies += [] if applied is None or applied in policies else [applied]
-        entries += _entries(counted, applied, now, checks)
+        entries += its
     if isinstance(policy, RetentionPolicy):
         policies = [policy]
-    thrown = [
-        one
-        for batch in trash.batches(store)
-        for one in batch.checkpoints
-        if series in (None, one.series)
-    ]
+    try:
+        batches = trash.batches(store)
+    except (CkptmgrError, OSError) as error:
+        refused.append(error)
+        batches = []
+    thrown = [one for batch in batches for one in batch.checkpoints if series in (None, one.series)]
     entries += [_entry(one, one.run_id, Fate.TRASH, checks) for one in thrown]
     entries += _gone(own, {one.path.name for one in entries})
     entries.sort(key=lambda one: (one.saved_at, one.step or 0))
@@ -191,6 +244,7 @@ def make_report(
         space=_space(store, entries, policies[0] if len(policies) == 1 else None),
         has_events=noted is not None,
         unreadable_event_count=0 if noted is None else noted.unreadable_count,
+        refused=tuple(refused),
     )
 
 

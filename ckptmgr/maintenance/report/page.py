@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptmgr.core.printable import printable
 from ckptmgr.core.sizes import rate_text, size_text
 from ckptmgr.maintenance.report.charts import (
     metric_chart,
@@ -15,13 +16,13 @@ from ckptmgr.maintenance.report.charts import (
     shown,
     space_chart,
 )
-from ckptmgr.maintenance.report.model import Entry, Fate, RunReport, Space
+from ckptmgr.maintenance.report.model import MOST_ROWS, Entry, Fate, RunReport, Space
 
 MARK = "<!-- ckptmgr report -->"
 """First line of every page, by which a later report knows that it may replace the file."""
 
-_MOST_ROWS = 2000
 _MOST_METRICS = 6
+_MOST_CELL = 1000  # characters
 _FORECAST_S = 10 * 365 * 86_400.0
 """Forecasts beyond this length are not spelled out, in seconds."""
 _BAD = ("corrupt", "missing", "damaged")
@@ -89,8 +90,7 @@ def _document(title: str, parts: Iterable[str], refresh_s: int | None) -> str:
 def _head(report: RunReport) -> Iterable[str]:
     yield f"<h1>{shown(str(report.directory))}</h1>"
     yield f'<p class="dim">made {utc(report.made_at)} by ckptmgr report from manifests and results of verify</p>'
-    keeps = "no retention policy" if report.policy is None else f"policy {report.policy}"
-    yield f"<p>{shown(keeps)}</p>"
+    yield from (f"<p>{shown(one)}</p>" for one in report.policy_sentences())
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
     facts = {"checkpoints": f"{len(here):,}", "on disk": size_text(report.space.kept_bytes)}
     if here:
@@ -111,13 +111,14 @@ def _checkpoints(report: RunReport) -> Iterable[str]:
     if all(one.step is None for one in report.entries):
         return
     yield "<h2>Checkpoints</h2>"
-    for metric in report.metrics[:_MOST_METRICS] or (None,):
+    charted = report.usual_metrics(_MOST_METRICS)
+    for metric in charted or (None,):
         legend = "; ".join(_LEGEND[fate] for fate in Fate if report.count(fate))
-        what = "by step" if metric is None else f"{metric} by step"
+        what = "by step" if metric is None else f"{printable(metric, _MOST_CELL)} by step"
         yield _figure(metric_chart(report.entries, metric), f"{what}: {legend}")
-    left_out = len(report.metrics) - _MOST_METRICS
-    if left_out > 0:
-        yield f'<p class="dim">and {left_out} more metrics, which are in the table</p>'
+    in_table = len(report.usual_metrics()) - len(charted)
+    if in_table:
+        yield f'<p class="dim">and {in_table} more metrics, which are in the table</p>'
 
 
 def _saves(report: RunReport) -> Iterable[str]:
@@ -172,22 +173,26 @@ def _failures(report: RunReport) -> Iterable[str]:
     if not rows:
         yield "<p>none known</p>"
         return
+    newest_first = sorted(rows, reverse=True)[:MOST_ROWS]
     yield cells(
         ("when", "what", "step", "why"),
-        [(utc(at), what, step, why) for at, what, step, why in sorted(rows, reverse=True)],
+        [(utc(at), what, step, why) for at, what, step, why in newest_first],
     )
+    if len(rows) > MOST_ROWS:
+        yield f'<p class="dim">the newest {MOST_ROWS:,} of {len(rows):,}; --json has all</p>'
 
 
 def _table(report: RunReport) -> Iterable[str]:
     yield "<h2>All checkpoints</h2>"
-    header = ("step", "saved", "size", *report.metrics, "state", "fate", "why", "verified", "file")
-    newest_first = report.entries[::-1][:_MOST_ROWS]
+    metrics = report.usual_metrics()
+    header = ("step", "saved", "size", *metrics, "state", "fate", "why", "verified", "file")
+    newest_first = report.entries[::-1][:MOST_ROWS]
     rows = [
         (
             step_text(one.step),
             utc(one.saved_at),
             size_text(one.size_bytes),
-            *(number(one.metrics.get(name)) for name in report.metrics),
+            *(number(one.metrics.get(name)) for name in metrics),
             one.state,
             one.fate.value,
             "; ".join(one.why),
@@ -197,8 +202,11 @@ def _table(report: RunReport) -> Iterable[str]:
         for one in newest_first
     ]
     yield cells(header, rows)
-    if len(report.entries) > _MOST_ROWS:
-        yield f'<p class="dim">the newest {_MOST_ROWS:,} of {len(report.entries):,}; --csv has all</p>'
+    if len(report.entries) > MOST_ROWS:
+        yield f'<p class="dim">the newest {MOST_ROWS:,} of {len(report.entries):,}; --csv has all</p>'
+    more = report.more_metrics(metrics)
+    if more is not None:
+        yield f'<p class="dim">{more}</p>'
 
 
 def space_sentences(space: Space) -> list[str]:
@@ -260,7 +268,7 @@ def _figure(svg: str, caption: str) -> str:
 
 def cells(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table of escaped texts."""
-    lines = ["<tr>" + "".join(f"<th>{shown(name)}</th>" for name in header) + "</tr>"]
+    lines = ["<tr>" + "".join(f"<th>{shown(name, _MOST_CELL)}</th>" for name in header) + "</tr>"]
     lines += ["<tr>" + "".join(map(_cell, header, row)) + "</tr>" for row in rows]
     return '<div class="scroll"><table>' + "\n".join(lines) + "</table></div>"
 
@@ -271,7 +279,7 @@ def _cell(name: str, text: str) -> str:
         kind = ' class="why"'
     elif name in ("state", "fate", "what") and text in _BAD:
         kind = ' class="bad"'
-    return f"<td{kind}>{shown(text)}</td>"
+    return f"<td{kind}>{shown(text, _MOST_CELL)}</td>"
 
 
 def utc(time: datetime) -> str:

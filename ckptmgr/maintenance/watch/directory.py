@@ -12,6 +12,7 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES
+from ckptmgr.core.printable import MOST_CHARACTERS, printable
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
@@ -106,13 +107,17 @@ class WatchedDirectory:
         with self.store.fs.hold_directory(self.path):
             now = datetime.fromtimestamp(at, UTC)
             proposal = propose(self.store, policy, now=now, series=series, grace=grace, stays=stays)
-            if proposal.undecided:
-                raise CkptmgrError(
-                    f"no retention policy: a run of series {series} has recorded none",
-                    path=self.path,
-                    hint="pass --keep",
+            done = PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+            done.failures += proposal.refused
+            if len(proposal.undecided) > len(proposal.refused):
+                done.failures.append(
+                    CkptmgrError(
+                        f"no retention policy: a run of series {series} has recorded none",
+                        path=self.path,
+                        hint="pass --keep",
+                    )
                 )
-            return PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+            return done
 
     def quarantine(self, seen: Seen, *, at: float) -> Path:
         """Move a damaged checkpoint into the quarantine; errors as of `quarantine`."""
@@ -207,4 +212,4 @@ def problem_of(error: CkptmgrError | OSError) -> str:
     if isinstance(error, CkptmgrError):
         return error.message if error.path is None else f"{error.path}: {error.message}"
     path = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
-    return f"{path}{error.strerror or error}"
+    return f"{path}{printable(error.strerror or str(error), MOST_CHARACTERS)}"
