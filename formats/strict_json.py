@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from .errors import FormatError, UnsupportedError
 
@@ -24,8 +24,12 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 _MAX_DIGITS = 20
 MAX_VALUES = 1 << 21
 """Of one object: a value takes as little as two bytes of JSON, but hundreds of memory."""
+FREE_DOCUMENT_BYTES = 384 << 20
+"""Memory of one document, whatever the size of its file: `MAX_TENSORS` leaves of a state take it."""
+_BYTES_PER_STORED = 12  # of memory; the texts of numbers take 11
+_BYTES_PER_START = {b"{": 200, b"[": 88, b",": 64}  # of CPython 3.11 to 3.14, and the value itself
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_PART = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,20000}+', re.DOTALL)
+_PART = re.compile(rb'(?:[^"]{1,200}+|"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,20000}+', re.DOTALL)
 _STARTS_OF_VALUES = (b",", b"[", b"{")
 _MANY_DIGITS = b"0" * _MAX_DIGITS
 _DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in range(128)) + bytes(128)
@@ -74,18 +78,64 @@ def parse_object(
 
 def has_too_many_values(data: bytes) -> bool:
     """Return whether some JSON has more than `MAX_VALUES` values, without building any of them."""
-    if len(data) <= MAX_VALUES or _starts_in(data) <= MAX_VALUES:
+    return len(data) > MAX_VALUES and _exceeds(data, _starts_in, MAX_VALUES)
+
+
+def fits_memory(text: str, *, stored_bytes: int = 0) -> bool:
+    """Return whether the values of some JSON take a bounded memory, without building any of them.
+
+    A few bytes of a compressed file can stand for a long text, and two bytes of a text for a value.
+    `stored_bytes` of the file that holds the text allow twelve times as many of memory.
+    """
+    most = _most_memory(stored_bytes)
+    if len(text) * max(_BYTES_PER_START.values()) <= most:
+        return True
+    return not _exceeds(text.encode("utf-8", "surrogatepass"), _memory_of, most)
+
+
+def _most_memory(stored_bytes: int) -> int:
+    return FREE_DOCUMENT_BYTES + _BYTES_PER_STORED * stored_bytes
+
+
+def check_document(text: str, *, what: str, stored_bytes: int = 0) -> None:
+    """Raise FormatError unless a text `fits_memory`."""
+    if not fits_memory(text, stored_bytes=stored_bytes):
+        most = _most_memory(stored_bytes) >> 20
+        raise FormatError(
+            f"the values of the {what} would take more than {most} MiB of memory, the most for a file"
+            f" of {stored_bytes} bytes"
+        )
+
+
+def parse_document(text: str, *, what: str) -> Any:
+    """Return the value of some JSON of bounded memory.
+
+    Raises:
+        ValueError: It is no JSON, or too large (FormatError).
+        RecursionError: It is nested too deeply.
+    """
+    check_document(text, what=what)
+    return json.loads(text)
+
+
+def _exceeds(data: bytes, measure: Callable[[bytes], int], most: int) -> bool:
+    """Return whether a sum over the parts of some JSON exceeds `most`; strings do not count."""
+    if measure(data) <= most:
         return False
     found = 0
     for part in _PART.finditer(data):  # part by part: each string that is cut out costs memory
-        found += _starts_in(_STRING.sub(b"", part[0]))
-        if found > MAX_VALUES:
+        found += measure(_STRING.sub(b"", part[0]))
+        if found > most:
             return True
     return False
 
 
 def _starts_in(data: bytes) -> int:
     return sum(data.count(start) for start in _STARTS_OF_VALUES)
+
+
+def _memory_of(data: bytes) -> int:
+    return sum(each * data.count(start) for start, each in _BYTES_PER_START.items())
 
 
 def parse_value(text: str, start: int) -> tuple[object, int] | None:

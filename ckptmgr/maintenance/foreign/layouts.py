@@ -23,7 +23,6 @@ Nothing is unpickled: a fact that is only in a pickle is not known.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptmgr.core.model import Figures
+from ckptmgr.formats.strict_json import parse_document
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
@@ -159,7 +159,7 @@ def _object(folder: Folder, name: str) -> dict[str, object] | None:
     """Return a JSON object in a file; None if there is none."""
     text = folder.text(name)
     try:
-        value = None if text is None else json.loads(text)
+        value = None if text is None else parse_document(text, what=name)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
