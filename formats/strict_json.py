@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict JSON: one UTF-8 object, no duplicate keys, NaN or fractions, bounded depth and size.
+"""Strict JSON: one UTF-8 object, no duplicate keys or NaN, bounded depth and size.
+
+Numbers are integers of at most 20 characters, unless the caller takes all that a float can hold.
 
 >>> parse_object(b'{"a": 1}', what="header", offset=8)
 {'a': 1}
@@ -8,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +49,7 @@ def parse_object(
     what: str,
     offset: int,
     shorten: Callable[[dict[str, object]], object] = _as_it_is,
+    takes_fractions: bool = False,
 ) -> dict[str, object]:
     """Parse one JSON object: UTF-8 that starts with `{`; white space may follow it.
 
@@ -60,7 +64,10 @@ def parse_object(
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
     if has_too_many_values(data):
         raise UnsupportedError(f"the {what} has more than {MAX_VALUES} values", offset=offset)
-    decoder = _decoder(int_parser(data, refuse=_refuse_long_integer), shorten)
+    if takes_fractions:
+        decoder = _decoder(int_parser(data, otherwise=_finite), shorten, parse_float=_finite)
+    else:
+        decoder = _decoder(int_parser(data, otherwise=_refuse_long_integer), shorten)
     try:
         value: object = decoder.decode(data.decode())
     except UnicodeDecodeError as error:
@@ -147,12 +154,15 @@ def parse_value(text: str, start: int) -> tuple[object, int] | None:
 
 
 def _decoder(
-    parse_int: Callable[[str], int], shorten: Callable[[dict[str, object]], object]
+    parse_int: Callable[[str], Any],
+    shorten: Callable[[dict[str, object]], object],
+    *,
+    parse_float: Callable[[str], float] | None = None,
 ) -> json.JSONDecoder:
     return json.JSONDecoder(
         object_pairs_hook=lambda pairs: shorten(_unique(pairs)),
         parse_int=parse_int,
-        parse_float=_refuse_number,
+        parse_float=parse_float or _refuse_number,
         parse_constant=_refuse_number,
     )
 
@@ -207,23 +217,25 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def int_parser(data: bytes, *, refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
-    """Return the `parse_int` of some JSON: `int`, or one that refuses more than 20 characters.
+def int_parser(data: bytes, *, otherwise: Callable[[str], float]) -> Callable[[str], float]:
+    """Return the `parse_int` of some JSON: `int`, or `otherwise` for more than 20 characters.
 
     Calling Python code for each number would take most of the time, so only JSON that has a long
     run of digits gets it.
     """
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
-    return _bounded_int(refuse) if may_be_long else int
+    return _bounded_int(otherwise) if may_be_long else int
 
 
-def _bounded_int(refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if len(text) > _MAX_DIGITS:
-            refuse(text)
-        return int(text)
+def _bounded_int(otherwise: Callable[[str], float]) -> Callable[[str], float]:
+    return lambda text: otherwise(text) if len(text) > _MAX_DIGITS else int(text)
 
-    return parse
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _RefusedError(f"has the number {text[:_MAX_DIGITS]}, which is out of range")
+    return value
 
 
 def _refuse_long_integer(text: str) -> NoReturn:

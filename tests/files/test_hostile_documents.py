@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_state
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.formats import strict_json
 from ckptmgr.formats.compressed.packer import FramePacker
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, Frame, encode_tail, frame_digest
