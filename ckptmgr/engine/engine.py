@@ -13,6 +13,7 @@ With zero stall the caller does not wait for the copy either, until it changes t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -24,12 +25,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.failure import BackPressure, OnError
+from ckptmgr.config.failure import BackPressure, ErrorPolicy, OnError, parse_on_error
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.engine.background import BackgroundSaver, is_exiting
+from ckptmgr.engine.background import BackgroundSaver, deliver, is_exiting, storable
 from ckptmgr.engine.budget import Ledger, check_wipe, has_no_room, without_spilling
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
@@ -142,8 +143,7 @@ class SaveEngine:
         mode: Where they run.
         memory: Budget and kind of the staging memory.
         back_pressure: The treatment of a save while another one runs: `wait`, `skip` or `coalesce`.
-        on_error: The treatment of a failure in the background: `raise`, `warn`, `retry(n)` or a
-            function.
+        on_error: The treatment of a failure: `raise`, `warn`, `retry(n)` or a function.
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
         has_peers: Whether other ranks save at the same time and wait for this one. A job whose
             state could not be copied is then run with that error.
@@ -170,6 +170,8 @@ class SaveEngine:
         self.ledger = Ledger(MemoryConfig() if memory is None else memory)
         self.make_room: Callable[[], bool] = has_no_room
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
+        self._policy = parse_on_error(on_error)
+        self._delivering: int | None = None  # the thread that passes a failure to `on_error`
         self._pool: StagingPool | None = None
         self._worker: WorkerClient | None = _worker_client() if mode == "process" else None
         # Reentrant: the handler of a signal may save, too.
@@ -194,12 +196,12 @@ class SaveEngine:
         change in the forward pass.
 
         Raises:
-            BaseException: In `sync` mode the failure of this save, otherwise that of an earlier
-                one.
+            BaseException: In `sync` mode the failure of this save, unless `on_error` takes it;
+                otherwise that of an earlier one.
         """
         watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
-            return self.run_now(job, writer, watch)
+            return self._run_by_policy(job, writer, watch)
         if job.error is not None:
             return self._refuse(job, job.error, writer, watch)
         if self.mode == "process" and not writer.store.is_on_real_disk:
@@ -281,6 +283,34 @@ class SaveEngine:
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
         return self._saves_now > 0 or self._background.is_busy
+
+    def _run_by_policy(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
+        """Run a save in the caller, and treat its failure as `on_error` says.
+
+        A save that `on_error` itself asks for raises its failure there.
+        """
+        is_own = self._delivering == threading.get_ident()
+        policy = ErrorPolicy() if is_own else self._policy
+        for _ in range(policy.attempts - 1):
+            with contextlib.suppress(Exception):  # the last attempt raises that of its own
+                return self.run_now(job, writer, watch)
+        try:
+            return self.run_now(job, writer, watch)
+        except Exception as error:
+            if policy.action == "raise":
+                raise
+            failure = error
+        handle = SaveHandle()
+        handle.staged.set_result(None)
+        handle.durable.set_exception(storable(failure))
+        watch.follow(handle)
+        self._delivering = threading.get_ident()
+        try:
+            deliver(policy, failure)
+        finally:
+            self._delivering = None
+            del failure  # its traceback holds this frame: a cycle would keep the state
+        return handle
 
     def run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
         """Run a save in the caller in every mode; return once it is durable. Raises its failure."""
