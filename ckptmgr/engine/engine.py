@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import BackPressure, ErrorPolicy, OnError, parse_on_error
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import StoreFull
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
@@ -70,6 +71,10 @@ class Begun(Protocol):
 
     def commit(self, manifest: Manifest, /) -> Checkpoint:
         """Make a checkpoint of the written file; return it once it is durable."""
+        ...
+
+    def make_room(self, error: StoreFull, /) -> bool:
+        """Remove what retention drops anyway; return whether the write may be tried again."""
         ...
 
     def abandon(self, error: Exception, /) -> None:
@@ -388,7 +393,8 @@ class SaveEngine:
             write = partial(save_items, on_used=staged.discard)
         if self._worker is not None:
             write = partial(self._worker.save_items, staged)
-        return _carry_out(job, writer, write, stats, watch)
+        can_repeat = not staged.wiped_slabs
+        return _carry_out(job, writer, write, stats, watch, can_repeat=can_repeat)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -495,16 +501,18 @@ def _carry_out(
     watch: SaveWatch,
     *,
     blocked_since: float | None = None,
+    can_repeat: bool = True,
 ) -> Checkpoint:
     """Begin a save, write its file, commit it, apply the retention policy; return the checkpoint.
 
-    `blocked_since` is the start of the caller's wait, if it waits.
+    `blocked_since` is the start of the caller's wait, if it waits. `can_repeat`: a write that
+    failed after its start leaves the items as they were.
     """
     begun = writer.begin(job)
     order = replace(begun.order, draft=replace(begun.order.draft, stats=_known_early(stats)))
     started = time.perf_counter()
     try:
-        manifest = write(writer.store, order)
+        manifest = _written(begun, partial(write, writer.store, order), can_repeat=can_repeat)
     except Exception as error:
         begun.abandon(error)
         raise
@@ -521,6 +529,17 @@ def _carry_out(
     watch.durable(checkpoint.path, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
     begun.end()
     return checkpoint
+
+
+def _written(begun: Begun, write: Callable[[], Manifest], *, can_repeat: bool) -> Manifest:
+    """Write a file, also where the disk has room only without what retention drops."""
+    while True:
+        try:
+            return write()
+        except StoreFull as error:
+            was_begun = not error.missing_bytes
+            if (was_begun and not can_repeat) or not begun.make_room(error):
+                raise
 
 
 def _known_early(stats: SaveStats) -> dict[str, float]:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ckptmgr.core.errors import SaveFailed, StoreLocked
+from ckptmgr.core.errors import SaveFailed, StoreFull, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT
@@ -49,6 +49,10 @@ class BegunTogether(BegunSave):
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Vote for the save; return the checkpoint once rank 0 has committed it."""
         return super().commit(self._save.commit(manifest, mode=self.order.options.file_mode))
+
+    def make_room(self, error: StoreFull) -> bool:
+        """Make none: rank 0 has done so before the save began."""
+        return False
 
     def abandon(self, error: Exception) -> None:
         """Vote against the save. See `TwoPhaseSave.abandon`."""
@@ -208,6 +212,7 @@ class RankWriter(SeriesWriter):
 
     def _proposed(self, job: SaveJob, options: SaveOptions) -> Json:
         self.open()  # before a name is chosen, which another process could take
+        self._make_room(job)
         facts, present = job.facts, self.store.scan()
         name, attempt = job.naming.free_name(facts.step, present, format=SET_FORMAT)
         place = self.next_place(replace(facts, attempt=attempt), present)
@@ -221,6 +226,16 @@ class RankWriter(SeriesWriter):
             now=now,
             timeout_s=self.timeout_s,
         ).to_json()
+
+    def _make_room(self, job: SaveJob) -> None:
+        """Make room for a checkpoint of all ranks, as large as the newest one of this run."""
+        newest = self.last_known
+        if job.retention is None or newest is None:
+            return
+        try:
+            self.store.publisher.check_space(newest.size_bytes)
+        except StoreFull as full:
+            self.make_room(job.retention, full)
 
     def _divided(
         self,
