@@ -217,9 +217,11 @@ class SaveEngine:
         try:
             handle = self._submit(job, writer, watch, state=state, failures=failures)
         except Exception:
-            if not (failures and self._has_peers):
+            if failures and self._has_peers:
+                return self._refuse(job, failures.pop(), writer, watch)
+            if not failures or self._policy.action == "raise":
                 raise
-            return self._refuse(job, failures.pop(), writer, watch)
+            return self._failed(failures.pop(), self._policy, watch)
         finally:
             failures.clear()  # their tracebacks hold this frame: a cycle would keep the state
         watch.follow(handle)
@@ -305,6 +307,13 @@ class SaveEngine:
             if policy.action == "raise":
                 raise
             failure = error
+        try:
+            return self._failed(failure, policy, watch)
+        finally:
+            del failure  # its traceback holds this frame: a cycle would keep the state
+
+    def _failed(self, failure: Exception, policy: ErrorPolicy, watch: SaveWatch) -> SaveHandle:
+        """Pass the failure of a save in the caller to `on_error`; return the handle of the save."""
         handle = SaveHandle()
         handle.staged.set_result(None)
         handle.durable.set_exception(storable(failure))
@@ -314,7 +323,6 @@ class SaveEngine:
             deliver(policy, failure)
         finally:
             self._delivering = None
-            del failure  # its traceback holds this frame: a cycle would keep the state
         return handle
 
     def run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:

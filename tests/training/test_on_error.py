@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.core.errors import SaveFailed
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import SaveFailed, StagingExhausted
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import WORLD, Clock, Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
@@ -219,3 +220,16 @@ def test_wait_in_the_function_of_a_background_save_is_still_refused(tmp_path: Pa
         disk.failures = 1
         manager.save(1, {"w": np.ones(4)})
     assert len(met) == 1
+
+
+def test_state_that_cannot_be_staged_is_a_failure_like_any_other(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    memory = MemoryConfig(host_budget_bytes=1 << 16, slab_bytes=1 << 16)
+    config = CheckpointConfig(async_save=True, memory=memory, on_error=failures.append, keep="all")
+    with CheckpointManager(tmp_path, config) as manager:
+        handle = manager.save(1, {"w": np.ones(1 << 16)})
+        assert handle is not None
+        assert handle.has_failed
+        manager.save(2, {"w": np.ones(1)})
+    assert [type(one) for one in failures] == [StagingExhausted]
+    assert [one.step for one in manager.checkpoints()] == [2]
