@@ -543,7 +543,7 @@ class SeriesWriter:
                 needed = [one for one in decided.kept if one.is_countable][:1]
                 enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
                 dropped = _oldest(decided.dropped, enough) if needed else []
-                failures = self.remove(dropped, present, needed=needed, is_after_save=False)
+                failures = self._remove(dropped, present, needed=needed, is_after_save=False)
                 gone = [one for one in dropped if self.store.fs.status(one.path) is None]
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
@@ -604,12 +604,21 @@ class SeriesWriter:
         present: Sequence[Checkpoint],
         *,
         needed: Sequence[Checkpoint],
-        is_after_save: bool = True,
     ) -> Sequence[Exception]:
         """Remove checkpoints because of the `needed` ones that stay; return what failed.
 
-        `is_after_save`: those were listed after a durable save.
+        They were listed after a durable save.
         """
+        return self._remove(dropped, present, needed=needed, is_after_save=True)
+
+    def _remove(
+        self,
+        dropped: Sequence[Checkpoint],
+        present: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint],
+        is_after_save: bool,
+    ) -> Sequence[Exception]:
         # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
