@@ -88,40 +88,37 @@ def has_too_many_values(data: bytes) -> bool:
     return len(data) > MAX_VALUES and _exceeds(data, _starts_in, MAX_VALUES)
 
 
-def fits_memory(text: str, *, stored_bytes: int = 0) -> bool:
-    """Return whether the values of some JSON take a bounded memory, without building any of them.
+def most_memory(stored_bytes: int = 0) -> int:
+    """Return how much memory the values of a text may take, in a file of so many bytes.
 
     A few bytes of a compressed file can stand for a long text, and two bytes of a text for a value.
-    `stored_bytes` of the file that holds the text allow twelve times as many of memory.
     """
-    most = _most_memory(stored_bytes)
-    if len(text) * max(_BYTES_PER_START.values()) <= most:
-        return True
-    return not _exceeds(text.encode("utf-8", "surrogatepass"), _memory_of, most)
-
-
-def _most_memory(stored_bytes: int) -> int:
     return FREE_DOCUMENT_BYTES + _BYTES_PER_STORED * stored_bytes
 
 
-def check_document(text: str, *, what: str, stored_bytes: int = 0) -> None:
-    """Raise FormatError unless a text `fits_memory`."""
-    if not fits_memory(text, stored_bytes=stored_bytes):
-        most = _most_memory(stored_bytes) >> 20
+def fits_memory(text: str, most_bytes: int) -> bool:
+    """Return whether the values of some JSON take no more memory, without building any of them."""
+    if len(text) * max(_BYTES_PER_START.values()) <= most_bytes:
+        return True
+    return not _exceeds(text.encode("utf-8", "surrogatepass"), _memory_of, most_bytes)
+
+
+def check_memory(text: str, *, what: str, most_bytes: int) -> None:
+    """Raise FormatError unless some JSON `fits_memory`."""
+    if not fits_memory(text, most_bytes):
         raise FormatError(
-            f"the values of the {what} would take more than {most} MiB of memory, the most for a file"
-            f" of {stored_bytes} bytes"
+            f"the values of the {what} would take more memory than the {most_bytes >> 20} MiB that it may"
         )
 
 
-def parse_document(text: str, *, what: str) -> Any:
-    """Return the value of some JSON of bounded memory.
+def parse_bounded(text: str, *, what: str, most_bytes: int | None = None) -> Any:
+    """Return the value of some JSON of bounded memory, by default that of a text in a text.
 
     Raises:
         ValueError: It is no JSON, or too large (FormatError).
         RecursionError: It is nested too deeply.
     """
-    check_document(text, what=what)
+    check_memory(text, what=what, most_bytes=most_memory() if most_bytes is None else most_bytes)
     return json.loads(text)
 
 

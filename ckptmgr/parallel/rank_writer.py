@@ -212,7 +212,7 @@ class RankWriter(SeriesWriter):
 
     def _proposed(self, job: SaveJob, options: SaveOptions) -> Json:
         self.open()  # before a name is chosen, which another process could take
-        self._make_room(job)
+        self.make_room_for_next(job.retention)
         facts, present = job.facts, self.store.scan()
         name, attempt = job.naming.free_name(facts.step, present, format=SET_FORMAT)
         place = self.next_place(replace(facts, attempt=attempt), present)
@@ -226,16 +226,6 @@ class RankWriter(SeriesWriter):
             now=now,
             timeout_s=self.timeout_s,
         ).to_json()
-
-    def _make_room(self, job: SaveJob) -> None:
-        """Make room for a checkpoint of all ranks, as large as the newest one of this run."""
-        newest = self.last_known
-        if job.retention is None or newest is None:
-            return
-        try:
-            self.store.publisher.check_space(newest.size_bytes)
-        except StoreFull as full:
-            self.make_room(job.retention, full)
 
     def _divided(
         self,

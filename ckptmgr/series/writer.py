@@ -268,11 +268,6 @@ class SeriesWriter:
         return self._last_saved is not None
 
     @property
-    def last_known(self) -> Checkpoint | None:
-        """The last checkpoint that this run saved, else the one that it resumed from."""
-        return self._last_saved or self.resumed_from
-
-    @property
     def own_runs(self) -> frozenset[str]:
         """This run and the runs that it continues."""
         return frozenset((self.run_id, *self.parent_run_ids)) - {""}
@@ -557,6 +552,16 @@ class SeriesWriter:
             decision = Retained(gone, kept, needed, present)
             self._tell_pruned(decision, failures, seconds=time.perf_counter() - started)
         return bool(gone)
+
+    def make_room_for_next(self, policy: RetentionPolicy | None) -> None:
+        """Make room for a checkpoint of many ranks, as large as the last one: see `make_room`."""
+        last = self._last_saved or self.resumed_from
+        if policy is None or last is None:
+            return
+        try:
+            self.store.publisher.check_space(last.size_bytes)
+        except StoreFull as full:
+            self.make_room(policy, full)
 
     def drop_replaced(self, newest: Checkpoint, *, has_restarts: bool = False) -> None:
         """Remove the emergency saves that a durable newer one replaces; log a failed removal.

@@ -99,3 +99,13 @@ def test_archive_with_a_directory_that_is_not_read_is_no_damage(tmp_path: Path) 
     done = in_little_memory(COMMAND, "verify", tmp_path, "--json")
     assert '"status": "unverified"' in done.stdout
     assert "archives with a directory of more than 16 MiB" in done.stdout
+
+
+def test_long_log_and_large_vocabulary_are_read(tmp_path: Path) -> None:
+    step = '{"epoch": 0.5, "grad_norm": 1.25, "learning_rate": 5e-05, "loss": 2.5, "step": 5},'
+    merges = ",".join(f'["t{number}", "u{number}"]' for number in range(600_000))
+    checkpoint_of_transformers(tmp_path, log=(step * 180_000)[:-1], more=f"[{merges}]")
+    done = in_little_memory(COMMAND, "verify", tmp_path, "--json")
+    assert done.returncode == 0, done.stderr
+    assert '"status": "unverified"' in done.stdout
+    assert "too many values" not in done.stdout

@@ -32,7 +32,7 @@ from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.formats.strict_json import fits_memory
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import is_bad_medium
-from ckptmgr.maintenance.foreign.layouts import missing_shards
+from ckptmgr.maintenance.foreign.layouts import missing_shards, most_memory_of
 from ckptmgr.maintenance.foreign.listing import DiskFolder
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.verdict import Level, Status, Verification
@@ -151,7 +151,7 @@ class _Check:
             return
         try:
             text = read_bytes(file, 0, file.size).decode()
-            if not fits_memory(text, stored_bytes=file.size):
+            if not fits_memory(text, most_memory_of(text)):
                 self.unchecked["JSON of too many values"] = None
                 return
             json.loads(text, object_pairs_hook=_nothing)

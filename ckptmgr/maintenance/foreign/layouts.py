@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptmgr.core.model import Figures
-from ckptmgr.formats.strict_json import parse_document
+from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
 _NO_METRICS: Mapping[str, float] = {}
@@ -155,11 +155,17 @@ def recognise(folder: Folder) -> list[Recognition]:
     return answer
 
 
+def most_memory_of(text: str) -> int:
+    """Return how much memory the values of a JSON file may take; long logs take four times its size."""
+    return (64 << 20) + 8 * len(text)
+
+
 def _object(folder: Folder, name: str) -> dict[str, object] | None:
     """Return a JSON object in a file; None if there is none."""
     text = folder.text(name)
     try:
-        value = None if text is None else parse_document(text, what=name)
+        most = None if text is None else most_memory_of(text)
+        value = None if text is None else parse_bounded(text, what=name, most_bytes=most)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
