@@ -547,7 +547,8 @@ class SeriesWriter:
             _LOG.warning("retention: %s", failure)
         if gone:
             names = ", ".join(one.name for one in gone)
-            _LOG.warning("%s; to make room, removed what %s drops: %s", full.message, policy, names)
+            reason = f"{self.store.directory}: {full.message}"
+            _LOG.warning("%s; to make room, removed what %s drops: %s", reason, policy, names)
             kept = len(decided.verdicts) - len(gone)
             decision = Retained(gone, kept, needed, present)
             self._tell_pruned(decision, failures, seconds=time.perf_counter() - started)
