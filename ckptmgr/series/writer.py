@@ -539,7 +539,8 @@ class SeriesWriter:
                 enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
                 dropped = _oldest(decided.dropped, enough) if needed else []
                 failures = self._remove(dropped, present, needed=needed, is_after_save=False)
-                gone = [one for one in dropped if self.store.fs.status(one.path) is None]
+                left = {one.path for one in self.listing.scan()} if dropped else ()
+                gone = [one for one in dropped if one.path not in left]
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             return False

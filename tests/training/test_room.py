@@ -123,6 +123,24 @@ def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == before
 
 
+def test_removal_that_fails_ends_the_save_with_the_full_disk(tmp_path: Path) -> None:
+    disk = full_disk()
+    before = filled(tmp_path, disk)
+
+    class Stuck(FailingDisk):
+        def unlink(self, path: Path) -> None:
+            if path.name.startswith("ckpt-"):
+                raise OSError(1, "Operation not permitted", str(path))
+            super().unlink(path)
+
+    stuck = Stuck(OsFileSystem(), space_bytes=disk.free_bytes(tmp_path))
+    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(2)"), fs=stuck) as manager:
+        manager.resume(state())
+        with pytest.raises(StoreFull):
+            manager.save(20, state())
+    assert steps_in(tmp_path) == before
+
+
 def test_quota_that_shows_only_while_writing_is_room_to_be_made(tmp_path: Path) -> None:
     disk = full_disk()
     filled(tmp_path, disk)
