@@ -3,9 +3,13 @@
 
 * Header order is data order in written files; `safetensors_layout` says which, and how the data is
   aligned.
-* Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock
-  library, and unlike in MindSpore, the header may list tensors in another order than the data, and
-  white space may come before it.
+* Reading is bounded, and takes what the stock library takes, also what MindSpore refuses: tensors in
+  another order than the data, white space before the header, fields that nobody knows beside the
+  three of a tensor, and `"__metadata__":null`, as MLX writes it. Not taken are
+  - a name twice in one object: readers differ in which one they take, and a flipped bit looks alike;
+  - a `crc_num` that is no number: so does a flipped bit in MindSpore's;
+  - arrays that NumPy does not have: over 64 dimensions (32 before NumPy 2), or sizes from 2**63 on;
+  - spellings that no writer has: a tensor as a list, a type as an object.
 
 Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py` of MindSpore 2.10.
 
@@ -229,7 +233,7 @@ def _read_plain(encoded: bytes, size: int) -> _Described | None:
     plain = read_plain_header(encoded, data_start=data_start)
     if plain is None:
         return None
-    metadata = parse_strings(plain.metadata, what=METADATA, offset=LENGTH_BYTES)
+    metadata = _strings_of(plain.metadata)
     if _INT4_MARK in metadata.values():
         return None
     if sum(plain.entries[-1].pieces[0]) != size:
@@ -241,8 +245,10 @@ def _read_strictly(encoded: bytes, size: int) -> _Described:
     """Return the metadata and the tensors of a header of a file of `size` bytes."""
     text = encoded.lstrip(JSON_SPACE)
     header_start = LENGTH_BYTES + len(encoded) - len(text)
-    header = parse_object(text, what="header", offset=header_start, shorten=_fields)
-    metadata = parse_strings(header.pop(METADATA, {}), what=METADATA, offset=LENGTH_BYTES)
+    header = parse_object(
+        text, what="header", offset=header_start, shorten=_fields, takes_fractions=True
+    )
+    metadata = _strings_of(header.pop(METADATA, None))
     check_count(len(header))
     data_start = LENGTH_BYTES + len(encoded)
     # Removed one by one, so that the header and the entries do not both take their full memory.
@@ -250,6 +256,10 @@ def _read_strictly(encoded: bytes, size: int) -> _Described:
     entries.sort(key=lambda entry: entry.pieces[0])
     _check_layout(entries, data_start, size)
     return metadata, entries
+
+
+def _strings_of(metadata: object) -> dict[str, str]:
+    return {} if metadata is None else parse_strings(metadata, what=METADATA, offset=LENGTH_BYTES)
 
 
 def read_safetensors_into(
@@ -294,8 +304,8 @@ def _read_header(source: Source) -> bytes:
 
 
 def _fields(value: dict[str, object]) -> object:
-    """Return the fields of a tensor's object as a tuple; every other object unchanged."""
-    if value.keys() == _TENSOR_KEYS:
+    """Return the known fields of a tensor's object as a tuple; every other object unchanged."""
+    if value.keys() >= _TENSOR_KEYS:
         shape, offsets = value["shape"], value["data_offsets"]
         if isinstance(shape, list) and isinstance(offsets, list):
             return value["dtype"], tuple(shape), tuple(offsets)
@@ -308,12 +318,16 @@ def _read_entry(
     if not is_encodable(name):
         raise FormatError("the name holds a lone surrogate", offset=LENGTH_BYTES, tensor=name)
     if not isinstance(value, tuple):
-        if isinstance(value, dict) and value.keys() == _TENSOR_KEYS:
+        if isinstance(value, list) and len(value) == len(_TENSOR_KEYS):
+            raise UnsupportedError(
+                "a tensor is spelled as a list", offset=LENGTH_BYTES, tensor=name
+            )
+        if isinstance(value, dict) and value.keys() >= _TENSOR_KEYS:
             raise _not_integers(
                 name, "data_offsets" if isinstance(value["shape"], list) else "shape"
             )
         raise FormatError(
-            "a tensor needs exactly dtype, shape, data_offsets", offset=LENGTH_BYTES, tensor=name
+            "a tensor needs dtype, shape and data_offsets", offset=LENGTH_BYTES, tensor=name
         )
     spelling, shape, offsets = value
     dtype = _read_dtype(name, spelling, metadata)
@@ -354,13 +368,13 @@ def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DTy
 
 def _check_integers(name: str, values: tuple[object, ...], what: str) -> None:
     for value in values:
-        if type(value) is not int or not 0 <= value < 2**63:
+        if type(value) is not int or not 0 <= value < 2**64:
             raise _not_integers(name, what)
 
 
 def _not_integers(name: str, what: str) -> FormatError:
     return FormatError(
-        f"{what} is not a list of integers from 0 to 2**63 - 1", offset=LENGTH_BYTES, tensor=name
+        f"{what} is not a list of integers from 0 to 2**64 - 1", offset=LENGTH_BYTES, tensor=name
     )
 
 

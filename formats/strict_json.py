@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strict JSON: one UTF-8 object, no duplicate keys, NaN or fractions, bounded depth and size.
+"""Strict JSON: one UTF-8 object, no duplicate keys or NaN, bounded depth and size.
+
+Numbers are integers of at most 20 characters, unless the caller takes all that a float can hold.
 
 >>> parse_object(b'{"a": 1}', what="header", offset=8)
 {'a': 1}
@@ -8,11 +10,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from json.encoder import encode_basestring
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from .errors import FormatError, UnsupportedError
 
@@ -24,8 +27,12 @@ Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json
 _MAX_DIGITS = 20
 MAX_VALUES = 1 << 21
 """Of one object: a value takes as little as two bytes of JSON, but hundreds of memory."""
+FREE_DOCUMENT_BYTES = 384 << 20
+"""Memory of one document, whatever the size of its file: `MAX_TENSORS` leaves of a state take it."""
+_BYTES_PER_STORED = 12  # of memory; the texts of numbers take 11
+_BYTES_PER_START = {b"{": 200, b"[": 88, b",": 64}  # of CPython 3.11 to 3.14, and the value itself
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_PART = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,20000}+', re.DOTALL)
+_PART = re.compile(rb'(?:[^"]{1,200}+|"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,20000}+', re.DOTALL)
 _STARTS_OF_VALUES = (b",", b"[", b"{")
 _MANY_DIGITS = b"0" * _MAX_DIGITS
 _DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in range(128)) + bytes(128)
@@ -42,6 +49,7 @@ def parse_object(
     what: str,
     offset: int,
     shorten: Callable[[dict[str, object]], object] = _as_it_is,
+    takes_fractions: bool = False,
 ) -> dict[str, object]:
     """Parse one JSON object: UTF-8 that starts with `{`; white space may follow it.
 
@@ -56,7 +64,10 @@ def parse_object(
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
     if has_too_many_values(data):
         raise UnsupportedError(f"the {what} has more than {MAX_VALUES} values", offset=offset)
-    decoder = _decoder(int_parser(data, refuse=_refuse_long_integer), shorten)
+    if takes_fractions:
+        decoder = _decoder(int_parser(data, otherwise=_finite), shorten, parse_float=_finite)
+    else:
+        decoder = _decoder(int_parser(data, otherwise=_refuse_long_integer), shorten)
     try:
         value: object = decoder.decode(data.decode())
     except UnicodeDecodeError as error:
@@ -74,18 +85,61 @@ def parse_object(
 
 def has_too_many_values(data: bytes) -> bool:
     """Return whether some JSON has more than `MAX_VALUES` values, without building any of them."""
-    if len(data) <= MAX_VALUES or _starts_in(data) <= MAX_VALUES:
+    return len(data) > MAX_VALUES and _exceeds(data, _starts_in, MAX_VALUES)
+
+
+def most_memory(stored_bytes: int = 0) -> int:
+    """Return how much memory the values of a text may take, in a file of so many bytes.
+
+    A few bytes of a compressed file can stand for a long text, and two bytes of a text for a value.
+    """
+    return FREE_DOCUMENT_BYTES + _BYTES_PER_STORED * stored_bytes
+
+
+def fits_memory(text: str, most_bytes: int) -> bool:
+    """Return whether the values of some JSON take no more memory, without building any of them."""
+    if len(text) * max(_BYTES_PER_START.values()) <= most_bytes:
+        return True
+    return not _exceeds(text.encode("utf-8", "surrogatepass"), _memory_of, most_bytes)
+
+
+def check_memory(text: str, *, what: str, most_bytes: int) -> None:
+    """Raise FormatError unless some JSON `fits_memory`."""
+    if not fits_memory(text, most_bytes):
+        raise FormatError(
+            f"the values of the {what} would take more memory than the {most_bytes >> 20} MiB that it may"
+        )
+
+
+def parse_bounded(text: str, *, what: str, most_bytes: int | None = None) -> Any:
+    """Return the value of some JSON of bounded memory, by default that of a text in a text.
+
+    Raises:
+        ValueError: It is no JSON, or too large (FormatError).
+        RecursionError: It is nested too deeply.
+    """
+    check_memory(text, what=what, most_bytes=most_memory() if most_bytes is None else most_bytes)
+    return json.loads(text)
+
+
+def _exceeds(data: bytes, measure: Callable[[bytes], int], most: int) -> bool:
+    """Return whether a sum over the parts of some JSON exceeds `most`; strings do not count."""
+    if measure(data) <= most:
         return False
     found = 0
     for part in _PART.finditer(data):  # part by part: each string that is cut out costs memory
-        found += _starts_in(_STRING.sub(b"", part[0]))
-        if found > MAX_VALUES:
+        found += measure(_STRING.sub(b"", part[0]))
+        if found > most:
             return True
     return False
 
 
 def _starts_in(data: bytes) -> int:
     return sum(data.count(start) for start in _STARTS_OF_VALUES)
+
+
+def _memory_of(data: bytes) -> int:
+    return sum(each * data.count(start) for start, each in _BYTES_PER_START.items())
 
 
 def parse_value(text: str, start: int) -> tuple[object, int] | None:
@@ -97,12 +151,15 @@ def parse_value(text: str, start: int) -> tuple[object, int] | None:
 
 
 def _decoder(
-    parse_int: Callable[[str], int], shorten: Callable[[dict[str, object]], object]
+    parse_int: Callable[[str], Any],
+    shorten: Callable[[dict[str, object]], object],
+    *,
+    parse_float: Callable[[str], float] | None = None,
 ) -> json.JSONDecoder:
     return json.JSONDecoder(
         object_pairs_hook=lambda pairs: shorten(_unique(pairs)),
         parse_int=parse_int,
-        parse_float=_refuse_number,
+        parse_float=parse_float or _refuse_number,
         parse_constant=_refuse_number,
     )
 
@@ -157,23 +214,25 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def int_parser(data: bytes, *, refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
-    """Return the `parse_int` of some JSON: `int`, or one that refuses more than 20 characters.
+def int_parser(data: bytes, *, otherwise: Callable[[str], float]) -> Callable[[str], float]:
+    """Return the `parse_int` of some JSON: `int`, or `otherwise` for more than 20 characters.
 
     Calling Python code for each number would take most of the time, so only JSON that has a long
     run of digits gets it.
     """
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
-    return _bounded_int(refuse) if may_be_long else int
+    return _bounded_int(otherwise) if may_be_long else int
 
 
-def _bounded_int(refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if len(text) > _MAX_DIGITS:
-            refuse(text)
-        return int(text)
+def _bounded_int(otherwise: Callable[[str], float]) -> Callable[[str], float]:
+    return lambda text: otherwise(text) if len(text) > _MAX_DIGITS else int(text)
 
-    return parse
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise _RefusedError(f"has the number {text[:_MAX_DIGITS]}, which is out of range")
+    return value
 
 
 def _refuse_long_integer(text: str) -> NoReturn:

@@ -129,8 +129,9 @@ class CheckpointConfig:
         memory: Budget and kind of the memory in which background saves stage the state.
         back_pressure: For a background save while another one runs: "wait" for that one, "skip"
             this one, or "coalesce": keep only the newest as the next to run.
-        on_error: After a failed background save: "raise" at the next step, "warn" in the log,
-            "retry(n)" and then raise, or a function that gets the exception.
+        on_error: After a failed save: "raise" (of a background save at the next step), "warn" in
+            the log, "retry(n)" and then raise, or a function that gets the exception. With "warn"
+            or a function the training goes on, and the step counts as not saved.
         zero_stall: Whether background saves also copy the state in the background, during forward
             and backward. The loop calls `manager.before_update()` before it changes the state in
             place; torch optimizers do so by themselves. NumPy arrays are copied at once. A change

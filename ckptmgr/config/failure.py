@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Error policy and back-pressure of background saves."""
+"""Error policy of saves, and back-pressure of background saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OnError = str | Callable[[BaseException], None]
 
 
 class ErrorPolicy(NamedTuple):
-    """The action after `attempts` failures of a background save."""
+    """The action after `attempts` failures of a save."""
 
     action: Literal["raise", "warn", "call"] = "raise"
     attempts: int = 1

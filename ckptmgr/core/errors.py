@@ -138,7 +138,12 @@ class StoreLocked(CkptmgrError):
 
 
 class StoreFull(CkptmgrError, OSError):
-    """Report that the disk has not enough free space for a save."""
+    """Report that the disk has not enough free space for a save.
+
+    `missing_bytes` says how much, where that was known before anything was written; else 0.
+    """
+
+    missing_bytes = 0
 
 
 class StagingExhausted(CkptmgrError, MemoryError):

@@ -156,6 +156,11 @@ class SaveHandle:
     mirrored: Future[str] | None = None
     asked_by: threading.Thread | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save is over without a checkpoint."""
+        return self.durable.done() and self.durable.exception() is not None
+
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
         """Return the checkpoint once it is durable, or raise the failure of the save.
 

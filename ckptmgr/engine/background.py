@@ -25,7 +25,13 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
+from ckptmgr.config.failure import (
+    BackPressure,
+    ErrorPolicy,
+    OnError,
+    check_back_pressure,
+    parse_on_error,
+)
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
 from ckptmgr.core.forks import reset_in_child
@@ -301,17 +307,14 @@ class BackgroundSaver:
             try:
                 return job.finish()
             except BaseException as error:  # delivered to the next caller
-                failure = _storable(error)
+                failure = storable(error)
         return failure
 
     def _deliver(self, failure: Exception) -> None:
-        if self._policy.action == "warn":
-            _LOG.error("a background save failed: %s", failure)
-        if self._policy.call is not None:
-            try:
-                self._policy.call(failure)
-            except BaseException as error:  # a failing handler must not hide that a save has failed
-                self._keep(_storable(error))
+        try:
+            deliver(self._policy, failure)
+        except BaseException as error:  # a failing handler must not hide that a save has failed
+            self._keep(storable(error))
 
     def _keep(self, failure: Exception) -> None:
         with self._changed:
@@ -341,7 +344,15 @@ def _release(staged: Staged) -> None:
         _LOG.exception("the staging memory of a save could not be given back")
 
 
-def _storable(error: BaseException) -> Exception:
+def deliver(policy: ErrorPolicy, failure: Exception) -> None:
+    """Treat the failure of a save that is not raised; errors of the caller's function pass."""
+    if policy.action == "warn":
+        _LOG.error("a save failed: %s", failure)
+    if policy.call is not None:
+        policy.call(failure)
+
+
+def storable(error: BaseException) -> Exception:
     """Return an exception to raise in another thread, without the variables of its frames.
 
     Those hold views of the staging memory for as long as the failure is kept. An error that is no

@@ -6,10 +6,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 from ckptmgr.config.failure import OnError, parse_on_error
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.io.cgroups import GroupMemory, memory_limit
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,13 +31,21 @@ def has_no_room() -> bool:
 class Ledger:
     """Counts the memory in use against a shared budget. Safe to use from several threads.
 
+    `limit_of_group` returns the memory of the control group; None without a limit.
+
     Attributes:
         config: The configuration with the budgets.
         planning: A lock, held from the query of the free room until it is taken.
     """
 
-    def __init__(self, config: MemoryConfig) -> None:
+    def __init__(
+        self,
+        config: MemoryConfig,
+        *,
+        limit_of_group: Callable[[], GroupMemory | None] = memory_limit,
+    ) -> None:
         self.config = config
+        self._limit_of_group = limit_of_group
         self.host_limit_bytes = config.usable_host_bytes
         self.disk_limit_bytes = config.disk_budget_bytes
         self.planning = threading.Lock()
@@ -58,6 +68,11 @@ class Ledger:
         """Return how many more bytes of host memory are free; None without a limit."""
         limit = self.host_limit_bytes
         return None if limit is None else max(0, limit - self._host_bytes)
+
+    def group_room_bytes(self) -> int | None:
+        """Return how much more memory the system gives before it kills; None without a limit."""
+        memory = self._limit_of_group()
+        return None if memory is None else memory.room
 
     def add_host(self, size_bytes: int) -> bool:
         """Add bytes of memory (negative: give back); return False if that exceeds the budget."""

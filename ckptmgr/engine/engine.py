@@ -13,6 +13,7 @@ With zero stall the caller does not wait for the copy either, until it changes t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -24,12 +25,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.failure import BackPressure, OnError
+from ckptmgr.config.failure import BackPressure, ErrorPolicy, OnError, parse_on_error
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import StoreFull
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.engine.background import BackgroundSaver, is_exiting
+from ckptmgr.engine.background import BackgroundSaver, deliver, is_exiting, storable
 from ckptmgr.engine.budget import Ledger, check_wipe, has_no_room, without_spilling
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
@@ -69,6 +71,10 @@ class Begun(Protocol):
 
     def commit(self, manifest: Manifest, /) -> Checkpoint:
         """Make a checkpoint of the written file; return it once it is durable."""
+        ...
+
+    def make_room(self, error: StoreFull, /) -> bool:
+        """Remove what retention drops anyway; return whether the write may be tried again."""
         ...
 
     def abandon(self, error: Exception, /) -> None:
@@ -142,8 +148,7 @@ class SaveEngine:
         mode: Where they run.
         memory: Budget and kind of the staging memory.
         back_pressure: The treatment of a save while another one runs: `wait`, `skip` or `coalesce`.
-        on_error: The treatment of a failure in the background: `raise`, `warn`, `retry(n)` or a
-            function.
+        on_error: The treatment of a failure: `raise`, `warn`, `retry(n)` or a function.
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
         has_peers: Whether other ranks save at the same time and wait for this one. A job whose
             state could not be copied is then run with that error.
@@ -170,6 +175,8 @@ class SaveEngine:
         self.ledger = Ledger(MemoryConfig() if memory is None else memory)
         self.make_room: Callable[[], bool] = has_no_room
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
+        self._policy = parse_on_error(on_error)
+        self._delivering: int | None = None  # the thread that passes a failure to `on_error`
         self._pool: StagingPool | None = None
         self._worker: WorkerClient | None = _worker_client() if mode == "process" else None
         # Reentrant: the handler of a signal may save, too.
@@ -194,12 +201,12 @@ class SaveEngine:
         change in the forward pass.
 
         Raises:
-            BaseException: In `sync` mode the failure of this save, otherwise that of an earlier
-                one.
+            BaseException: In `sync` mode the failure of this save, unless `on_error` takes it;
+                otherwise that of an earlier one.
         """
         watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
-            return self.run_now(job, writer, watch)
+            return self._run_by_policy(job, writer, watch)
         if job.error is not None:
             return self._refuse(job, job.error, writer, watch)
         if self.mode == "process" and not writer.store.is_on_real_disk:
@@ -210,9 +217,11 @@ class SaveEngine:
         try:
             handle = self._submit(job, writer, watch, state=state, failures=failures)
         except Exception:
-            if not (failures and self._has_peers):
+            if failures and self._has_peers:
+                return self._refuse(job, failures.pop(), writer, watch)
+            if not failures or self._policy.action == "raise":
                 raise
-            return self._refuse(job, failures.pop(), writer, watch)
+            return self._failed(failures.pop(), self._policy, watch)
         finally:
             failures.clear()  # their tracebacks hold this frame: a cycle would keep the state
         watch.follow(handle)
@@ -281,6 +290,40 @@ class SaveEngine:
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
         return self._saves_now > 0 or self._background.is_busy
+
+    def _run_by_policy(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
+        """Run a save in the caller, and treat its failure as `on_error` says.
+
+        A save that `on_error` itself asks for raises its failure there.
+        """
+        is_own = self._delivering == threading.get_ident()
+        policy = ErrorPolicy() if is_own else self._policy
+        for _ in range(policy.attempts - 1):
+            with contextlib.suppress(Exception):  # the last attempt raises that of its own
+                return self.run_now(job, writer, watch)
+        try:
+            return self.run_now(job, writer, watch)
+        except Exception as error:
+            if policy.action == "raise":
+                raise
+            failure = error
+        try:
+            return self._failed(failure, policy, watch)
+        finally:
+            del failure  # its traceback holds this frame: a cycle would keep the state
+
+    def _failed(self, failure: Exception, policy: ErrorPolicy, watch: SaveWatch) -> SaveHandle:
+        """Pass the failure of a save in the caller to `on_error`; return the handle of the save."""
+        handle = SaveHandle()
+        handle.staged.set_result(None)
+        handle.durable.set_exception(storable(failure))
+        watch.follow(handle)
+        self._delivering = threading.get_ident()
+        try:
+            deliver(policy, failure)
+        finally:
+            self._delivering = None
+        return handle
 
     def run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
         """Run a save in the caller in every mode; return once it is durable. Raises its failure."""
@@ -358,7 +401,8 @@ class SaveEngine:
             write = partial(save_items, on_used=staged.discard)
         if self._worker is not None:
             write = partial(self._worker.save_items, staged)
-        return _carry_out(job, writer, write, stats, watch)
+        can_repeat = not staged.wiped_slabs
+        return _carry_out(job, writer, write, stats, watch, can_repeat=can_repeat)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -465,16 +509,18 @@ def _carry_out(
     watch: SaveWatch,
     *,
     blocked_since: float | None = None,
+    can_repeat: bool = True,
 ) -> Checkpoint:
     """Begin a save, write its file, commit it, apply the retention policy; return the checkpoint.
 
-    `blocked_since` is the start of the caller's wait, if it waits.
+    `blocked_since` is the start of the caller's wait, if it waits. `can_repeat`: a write that
+    failed after its start leaves the items as they were.
     """
     begun = writer.begin(job)
     order = replace(begun.order, draft=replace(begun.order.draft, stats=_known_early(stats)))
     started = time.perf_counter()
     try:
-        manifest = write(writer.store, order)
+        manifest = _written(begun, partial(write, writer.store, order), can_repeat=can_repeat)
     except Exception as error:
         begun.abandon(error)
         raise
@@ -491,6 +537,17 @@ def _carry_out(
     watch.durable(checkpoint.path, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
     begun.end()
     return checkpoint
+
+
+def _written(begun: Begun, write: Callable[[], Manifest], *, can_repeat: bool) -> Manifest:
+    """Write a file, also where the disk has room only without what retention drops."""
+    while True:
+        try:
+            return write()
+        except StoreFull as error:
+            was_begun = not error.missing_bytes
+            if (was_begun and not can_repeat) or not begun.make_room(error):
+                raise
 
 
 def _known_early(stats: SaveStats) -> dict[str, float]:

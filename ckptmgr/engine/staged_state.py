@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.formats.tensor import Item, Tensor, content_of
 from ckptmgr.io.buffers import copy_into
+from ckptmgr.io.cgroups import usable_cpus
 from ckptmgr.io.threads import for_each
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
@@ -28,7 +28,7 @@ from ckptmgr.state.items import (
 
 _LARGE_BYTES = MIB
 COPY_PIECE_BYTES = 16 * MIB
-_COPIERS = max(1, min(2, os.cpu_count() or 1))
+_COPIERS = min(2, usable_cpus())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

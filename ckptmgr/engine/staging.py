@@ -88,6 +88,7 @@ class StagingPool:
         self._states: set[object] = set()
         self._is_closed = False
         self._laid_out: _LaidOut | None = None
+        self._group_room: int | None = None  # where the last state does not fit into it
 
     def __enter__(self) -> StagingPool:
         return self
@@ -235,8 +236,12 @@ class StagingPool:
     def _lay_out(self, sizes: list[int]) -> StagingLayout:
         config = self._config
         room = self.ledger.host_room_bytes()
+        kept = self.usage.kept_bytes
+        group = self._group_room = self._lacking_room(sum(sizes) - kept)
+        if group is not None:
+            room = group if room is None else min(room, group)
         if room is not None:
-            room += self.usage.kept_bytes
+            room += kept
         if not config.is_automatic and config.staging_place == "disk":
             room = 0
         before = self._laid_out
@@ -246,6 +251,11 @@ class StagingPool:
             )
             before = self._laid_out = _LaidOut(sizes, room, layout)
         return before.layout
+
+    def _lacking_room(self, size_bytes: int) -> int | None:
+        """Return the room in the control group where so much more memory does not fit; else None."""
+        room = self.ledger.group_room_bytes() if size_bytes > 0 else None
+        return room if room is not None and size_bytes > room else None
 
     def _spill_file(self, layout: StagingLayout, size_bytes: int) -> SpillFile | None:
         if layout.spill_bytes == 0:
@@ -272,6 +282,13 @@ class StagingPool:
 
     def _exhausted(self, size_bytes: int, reason: str) -> StagingExhausted:
         taken = self.ledger.host_bytes - self.usage.kept_bytes
+        if self._group_room is not None:
+            return StagingExhausted(
+                f"{size_bytes} bytes do not fit: the memory limit of this container or job (cgroup) has room for"
+                f" {self._group_room} more, and {reason}",
+                hint="raise the limit, save with async_save=False, which needs no copy, or let it spill without a key"
+                " (spill_directory and is_automatic; offload_path and auto_offload)",
+            )
         return StagingExhausted(
             f"{size_bytes} bytes do not fit: of {self.ledger.host_limit_bytes} usable bytes of host"
             f" memory {taken} are taken, and {reason}",

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptmgr.core import errors
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, SaveFailed, StoreFull
 
 # Terminals and batch systems send these to all processes of a job; the worker ends when its parent
 # does, not before.
@@ -108,6 +108,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         described |= {"message": error.message, "path": error.path, "hint": error.hint}
     if isinstance(error, CorruptCheckpoint):
         described |= {"offset": error.offset, "tensor": error.tensor}
+    if isinstance(error, StoreFull):
+        described["missing_bytes"] = error.missing_bytes
     if isinstance(error, OSError):
         filename = None if error.filename is None else str(error.filename)
         described |= {"errno": error.errno, "strerror": error.strerror, "filename": filename}
@@ -152,4 +154,6 @@ def _rebuild_ours(kind: type[CkptmgrError], described: dict[str, Any]) -> Ckptmg
     )
     if isinstance(error, OSError):
         error.errno = described.get("errno")
+    if isinstance(error, StoreFull):
+        error.missing_bytes = int(described.get("missing_bytes", 0))
     return error

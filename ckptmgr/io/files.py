@@ -24,6 +24,7 @@ from ckptmgr.io.descriptors import (
     errors_naming,
     open_entry,
 )
+from ckptmgr.io.permissions import new_file_mode, set_file_mode
 
 DIRECT_IO_ALIGNMENT = 4096
 REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -227,9 +228,10 @@ class NewFile:
     ) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = path
-        self._buffered = above_standard_streams(open_entry(path, flags, dir_fd=dir_fd))
-        self._direct = -1
+        opened = open_entry(path, flags, new_file_mode(mode), dir_fd=dir_fd)
+        self._buffered = self._direct = -1
         try:
+            self._buffered = above_standard_streams(opened)
             with contextlib.suppress(OSError):
                 # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT:
                 # EINVAL. Opened before the mode is set: only root may open a read-only file for
@@ -241,9 +243,11 @@ class NewFile:
                 )
             if owner is not None:
                 adopt_owner(self._buffered, owner)
-            os.fchmod(self._buffered, mode)
+            set_file_mode(self._buffered, mode, path)
         except BaseException:
             self.close()
+            with contextlib.suppress(OSError):
+                os.unlink(os.fspath(path) if dir_fd is None else path.name, dir_fd=dir_fd)
             raise
 
     def reserve(self, size_bytes: int) -> None:

@@ -9,21 +9,55 @@
 | folders in it: trash, quarantine, records | those of the directory, without w for others |
 | leases | 0600; 0660 where the group may write to the directory |
 
-No umask changes them. A lease is not for those who only read: flock needs no write permission, so
-any user who can open a lease could stop the run.
+No umask changes them. Where the file system refuses to change permission bits, or has none, files
+have those that it gives to new ones; a warning names them, once for each file system.
+
+A lease is not for those who only read: flock needs no write permission, so any user who can open a
+lease could stop the run.
 """
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
 
 DEFAULT_FILE_MODE = 0o400
 
 _SHARED = stat.S_IRWXG | stat.S_IRWXO
-_REFUSALS = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""Of file systems without permission bits (vfat, some FUSE)."""
+_REFUSALS = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Of file systems without permission bits (vfat, CIFS, object stores that are mounted by FUSE)."""
+_warned: set[int] = set()
+
+
+def new_file_mode(mode: int) -> int:
+    """Return the mode with which a file is created, as it may stay; its writer can open it."""
+    return mode | stat.S_IRUSR | stat.S_IWUSR
+
+
+def set_file_mode(descriptor: int, mode: int, path: Path) -> None:
+    """Give a new file its mode whatever the umask, or warn of the one that it has."""
+    _change(descriptor, mode)
+    figures = os.fstat(descriptor)
+    held = stat.S_IMODE(figures.st_mode)
+    if held != mode and figures.st_dev not in _warned:
+        _warned.add(figures.st_dev)
+        _LOG.warning(
+            "%s: the file system keeps no permission bits: files have mode %04o, not %04o"
+            "\nhint: who may read them is decided where it is mounted, such as by umask= and uid=",
+            path.parent,
+            held,
+            mode,
+        )
+
+
+def is_for_others(mode: int) -> bool:
+    """Return whether files of a mode are meant for other users, too: the mode was asked for."""
+    return bool(mode & _SHARED)
 
 
 def note_mode(file_mode: int) -> int:

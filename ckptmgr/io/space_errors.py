@@ -13,6 +13,10 @@ from ckptmgr.core.errors import CkptmgrError, StoreFull
 from ckptmgr.io.filesystem import FileSystem
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WAY_OUT = (
+    "ckptmgr prune --now frees what its policy drops, and with --grace 0s also what is in the trash; or keep fewer"
+    " checkpoints"
+)
 
 
 def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
@@ -20,10 +24,16 @@ def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
     error = StoreFull(
         f"not enough disk space: {needed} bytes needed, {free} free, {needed - free} missing",
         path=path,
-        hint="nothing was changed; free some space (ckptmgr prune) or keep fewer checkpoints",
+        hint=f"nothing was changed; {_WAY_OUT}",
     )
     error.errno = errno.ENOSPC
+    error.missing_bytes = needed - free
     return error
+
+
+def frees(error: StoreFull) -> bool:
+    """Return whether removed files make room: of a disk or a quota, not of the longest file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
@@ -42,7 +52,7 @@ def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OS
             f"{f'{needed} bytes needed, ' if needed else ''}"
             f"{'unknown' if free is None else free} free after cleaning up",
             path=path,
-            hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",
+            hint=f"the previous checkpoints are intact; {_WAY_OUT}",
         )
         full.errno = error.errno
         return full
@@ -56,8 +66,8 @@ def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
         f"the file system has no inodes left ({error.strerror}): each file takes one, however small; "
         f"{'unknown' if free is None else free} bytes are free",
         path=path,
-        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i), or"
-        " keep fewer checkpoints",
+        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i);"
+        f" {_WAY_OUT}",
     )
     full.errno = error.errno
     return full

@@ -8,12 +8,12 @@ takes the running thread for finished (bpo-45274).
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
 from ckptmgr.io.buffers import BufferPool
+from ckptmgr.io.cgroups import usable_cpus
 from ckptmgr.io.signals import SLICE_S
 
 PIECE_BYTES = 4 << 20
@@ -188,5 +188,5 @@ def work_beside_training() -> None:
 
 def producer_threads() -> int:
     """Return how many threads produce the bytes of a file for the calling thread; at least one."""
-    available = len(os.sched_getaffinity(0)) - getattr(_thread, "spared", 0)
+    available = usable_cpus() - getattr(_thread, "spared", 0)
     return max(1, min(MOST_PRODUCERS, available))

@@ -7,8 +7,10 @@ import contextlib
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import numpy as np
+
 from ckptmgr.core.error_translation import unproven_error
-from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
+from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.ciphers import mode_of
@@ -24,15 +26,19 @@ from ckptmgr.files.load.container import (
     open_container_file,
     unit_of,
 )
+from ckptmgr.files.load.in_place import tensors_to_fill
 from ckptmgr.files.load.inspection import indexed_tensors
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode, kind_of, refuse_unsigned
+from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import checked_skeleton
 from ckptmgr.files.load.statistics import stats_of
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.index import read_tensor_into
 from ckptmgr.formats.source import HeadSource, Source, read_bytes
+from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.digest import (
     RANGE_BYTES,
@@ -46,9 +52,13 @@ from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.page_cache import bypass_page_cache
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.maintenance.verdict import Level, Status
+from ckptmgr.state import tree
+from ckptmgr.state.paths import TreeError
+from ckptmgr.state.values import values_of
 from ckptmgr.store.manifest.codec import Manifest
 
 _MAGIC_BYTES = 16
+_MOST_FILLED_BYTES = 256 << 20  # bytes, and states of generators
 _MAX_GAP_BYTES = 64 << 10
 _HEAD_BYTES = 1 << 14  # of a file that is checked quickly: headers of small ones, and magics
 
@@ -242,6 +252,40 @@ class FileCheck:
             if stats.nan_count or stats.inf_count:
                 self._findings.nonfinite[name] = (stats.nan_count, stats.inf_count)
         self._findings.checked.append("every tensor")
+        skeleton = checked_skeleton(opened)
+        if skeleton is not None:
+            self._rebuild(opened, skeleton)
+
+    def _rebuild(self, opened: OpenCheckpoint, skeleton: str) -> None:
+        """Rebuild the state of a file as a load does, over memory that is reserved and not read."""
+        entries = {one.name: one for one in tensors_to_fill(opened)}
+        arrays: dict[str, np.ndarray] = {}
+        filled_bytes = 0
+
+        def read(name: str) -> np.ndarray:
+            spec = entries[name].spec
+            return arrays.setdefault(name, np.empty(spec.shape, spec.dtype.to_numpy()))
+
+        def fill(name: str) -> None:
+            nonlocal filled_bytes
+            filled_bytes += arrays[name].nbytes
+            if filled_bytes > _MOST_FILLED_BYTES:
+                raise MemoryError
+            read_tensor_into(opened.source, entries[name], flat_memory(arrays[name]))
+
+        try:
+            if PIECES in opened.metadata:  # the other ranks have the rest of its tensors
+                values_of(skeleton)
+            else:
+                tree.unflatten(skeleton, read, fill=fill)
+        except MemoryError:
+            self._findings.unchecked.append("state tree: it needs too much memory")
+        except TreeError as error:
+            if error.hint is None:
+                raise CorruptCheckpoint(error.message, path=self._path) from error
+            self._findings.unchecked.append(f"state tree: {error.message}; {error.hint}")
+        else:
+            self._findings.checked.append("state tree")
 
 
 def _is_signed(manifest: Manifest | None) -> bool:

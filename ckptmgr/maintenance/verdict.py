@@ -23,6 +23,7 @@ CHECKS = (
     "structure",
     "CRC32",
     "every tensor",
+    "state tree",
 )
 """The names of all checks, in the order of a report."""
 _NONE: Mapping[str, tuple[int, int]] = MappingProxyType({})

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ckptmgr.core.errors import SaveFailed, StoreLocked
+from ckptmgr.core.errors import SaveFailed, StoreFull, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT
@@ -49,6 +49,10 @@ class BegunTogether(BegunSave):
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Vote for the save; return the checkpoint once rank 0 has committed it."""
         return super().commit(self._save.commit(manifest, mode=self.order.options.file_mode))
+
+    def make_room(self, error: StoreFull) -> bool:
+        """Make none: rank 0 has done so before the save began."""
+        return False
 
     def abandon(self, error: Exception) -> None:
         """Vote against the save. See `TwoPhaseSave.abandon`."""
@@ -208,6 +212,7 @@ class RankWriter(SeriesWriter):
 
     def _proposed(self, job: SaveJob, options: SaveOptions) -> Json:
         self.open()  # before a name is chosen, which another process could take
+        self.make_room_for_next(job.retention)
         facts, present = job.facts, self.store.scan()
         name, attempt = job.naming.free_name(facts.step, present, format=SET_FORMAT)
         place = self.next_place(replace(facts, attempt=attempt), present)

@@ -51,6 +51,7 @@ class Demand:
     has_memory_budget: bool = (
         False  # whether `memory_bytes` is a budget, above which saves are refused
     )
+    is_group_limited: bool = False  # whether it is what a container or job may still use
     may_spill: bool = True  # whether a spill_directory would help (not with a key)
 
 
@@ -147,6 +148,8 @@ class Forecast:
             return
         states = "" if demand.staged_states == 1 else f" for {demand.staged_states} states"
         limit = "the memory budget is" if demand.has_memory_budget else "the system has"
+        if demand.is_group_limited:
+            limit = "the memory limit of this container or job leaves"
         hint = "save with async_save=False, which needs no copy"
         if demand.has_memory_budget:
             spill = ", give it a spill_directory," if demand.may_spill else ""

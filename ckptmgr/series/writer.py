@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.errors import CkptmgrError, StoreFull, StoreLocked, UnsafePrune
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.model import Checkpoint, Link, Plan, State
 from ckptmgr.files.save.job import (
@@ -34,6 +34,7 @@ from ckptmgr.files.save.job import (
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
+from ckptmgr.io.space_errors import frees
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
@@ -74,6 +75,11 @@ class BegunSave:
     def commit(self, manifest: Manifest) -> Checkpoint:
         """Record the published file; return its checkpoint."""
         return self._writer.publish(manifest)
+
+    def make_room(self, error: StoreFull) -> bool:
+        """Remove what the policy of the job drops; return whether the write may be tried again."""
+        retention = self._job.retention
+        return retention is not None and frees(error) and self._writer.make_room(retention, error)
 
     def abandon(self, error: Exception) -> None:
         """Record that the save failed; it left no file."""
@@ -529,6 +535,49 @@ class SeriesWriter:
             self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
         return decided
 
+    def make_room(self, policy: RetentionPolicy, full: StoreFull) -> bool:
+        """Remove what a policy drops without the save that the disk has no room for, oldest first.
+
+        No more than that save needs goes, and nothing into the trash. The newest checkpoint stays,
+        as do those that `plan` keeps under every policy. Returns whether anything went.
+        """
+        if self.listing is not self.store:  # the disk is not that of the checkpoints
+            return False
+        started = time.perf_counter()
+        try:
+            with defer_signals(), self.changing:
+                present = self.listing.scan()
+                decided = self._judged(policy, self._own(present))[0]
+                needed = [one for one in decided.kept if one.is_countable][:1]
+                enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
+                dropped = _oldest(decided.dropped, enough) if needed else []
+                failures = self._remove(dropped, present, needed=needed, is_after_save=False)
+                left = {one.path for one in self.listing.scan()} if dropped else ()
+                gone = [one for one in dropped if one.path not in left]
+        except (UnsafePrune, OSError) as error:
+            _LOG.warning("retention: %s", error)
+            return False
+        for failure in failures:
+            _LOG.warning("retention: %s", failure)
+        if gone:
+            names = ", ".join(one.name for one in gone)
+            reason = f"{self.store.directory}: {full.message}"
+            _LOG.warning("%s; to make room, removed what %s drops: %s", reason, policy, names)
+            kept = len(decided.verdicts) - len(gone)
+            decision = Retained(gone, kept, needed, present)
+            self._tell_pruned(decision, failures, seconds=time.perf_counter() - started)
+        return bool(gone)
+
+    def make_room_for_next(self, policy: RetentionPolicy | None) -> None:
+        """Make room for a checkpoint of many ranks, as large as the last one: see `make_room`."""
+        last = self._last_saved or self.resumed_from
+        if policy is None or last is None:
+            return
+        try:
+            self.store.publisher.check_space(last.size_bytes)
+        except StoreFull as full:
+            self.make_room(policy, full)
+
     def drop_replaced(self, newest: Checkpoint, *, has_restarts: bool = False) -> None:
         """Remove the emergency saves that a durable newer one replaces; log a failed removal.
 
@@ -573,7 +622,20 @@ class SeriesWriter:
         *,
         needed: Sequence[Checkpoint],
     ) -> Sequence[Exception]:
-        """Remove checkpoints because of the `needed` ones that stay; return what failed."""
+        """Remove checkpoints because of the `needed` ones that stay; return what failed.
+
+        They were listed after a durable save.
+        """
+        return self._remove(dropped, present, needed=needed, is_after_save=True)
+
+    def _remove(
+        self,
+        dropped: Sequence[Checkpoint],
+        present: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint],
+        is_after_save: bool,
+    ) -> Sequence[Exception]:
         # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
@@ -585,10 +647,22 @@ class SeriesWriter:
         for series, checkpoints in by_series.items():
             try:
                 if series == self.series:
-                    failures += self.store.remove(checkpoints, needed=needed, staying=staying)
+                    known = staying if is_after_save else None
+                    failures += self.store.remove(checkpoints, needed=needed, staying=known)
                 else:
                     with self.store.lease(series):
                         failures += self.store.remove(checkpoints, needed=needed)
             except (StoreLocked, CkptmgrError) as error:
                 failures.append(error)
         return failures
+
+
+def _oldest(newest_first: Sequence[Checkpoint], size_bytes: int) -> list[Checkpoint]:
+    """Return the oldest checkpoints that take a number of bytes together; all if they take less."""
+    chosen: list[Checkpoint] = []
+    for one in reversed(newest_first):
+        chosen.append(one)
+        size_bytes -= one.size_bytes
+        if size_bytes <= 0:
+            break
+    return chosen

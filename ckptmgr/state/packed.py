@@ -16,6 +16,7 @@ import numpy as np
 from ckptmgr.formats.dtypes import dtype_of
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.file_crc import crc32
+from ckptmgr.formats.strict_json import check_memory, most_memory, parse_bounded
 from ckptmgr.state.paths import TreeError
 from ckptmgr.state.tree import flatten, unflatten
 
@@ -41,7 +42,8 @@ def unpack(text: str) -> object:
     if text[:8] != f"{crc32(body.encode('utf-8', 'surrogatepass')):08x}":
         raise TreeError("the CRC32 of a packed state does not match")
     try:
-        parsed = json.loads(body)
+        parsed = parse_bounded(body, what="packed state")
+        check_memory(parsed["skeleton"], what="packed skeleton", most_bytes=most_memory())
         arrays = {name: _array(*fields) for name, fields in parsed["tensors"].items()}
         return unflatten(parsed["skeleton"], arrays.__getitem__)
     except TreeError:

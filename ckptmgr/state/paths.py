@@ -186,7 +186,9 @@ def load_skeleton(skeleton: str) -> list[Node]:
         body = json.loads(
             skeleton,
             object_pairs_hook=_unique_pairs,
-            parse_int=int_parser(skeleton.encode("utf-8", "surrogatepass"), refuse=_reject_number),
+            parse_int=int_parser(
+                skeleton.encode("utf-8", "surrogatepass"), otherwise=_reject_number
+            ),
             parse_float=_reject_number,
             parse_constant=_reject_number,
         )

@@ -143,7 +143,8 @@ def decode_complex(node: object) -> complex:
 
 def decode_bytes(node: object) -> bytes:
     """Return the bytes of a hexadecimal spelling; raise TreeError for another one."""
-    if not isinstance(node, str) or not re.fullmatch("([0-9a-f]{2})*", node):
+    # A group that repeats would take hundreds of bytes of memory for each byte.
+    if not isinstance(node, str) or len(node) % 2 or not re.fullmatch("[0-9a-f]*+", node):
         raise TreeError(f"bytes are spelled {shown(node)}")
     return bytes.fromhex(node)
 

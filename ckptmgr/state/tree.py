@@ -124,11 +124,14 @@ def check_storable(state: object) -> None:
     Flattener(is_dry=True).walk(state)
 
 
-def unflatten(skeleton: str, read: ReadTensor) -> object:
+def unflatten(
+    skeleton: str, read: ReadTensor, *, fill: Callable[[str], None] | None = None
+) -> object:
     """Rebuild a state from its skeleton, which may be untrusted, and its tensors.
 
     `read` returns the tensor of a name as a NumPy array of its stored type; it is called once for
-    each name. A writable array becomes part of the state; a read-only one is copied.
+    each name. A writable array becomes part of the state; a read-only one is copied. With `fill`,
+    the contents need not be there: it reads that of a tensor, where the state is built from it.
 
     Raises:
         TreeError: The skeleton is damaged or does not fit the tensors.
@@ -136,7 +139,7 @@ def unflatten(skeleton: str, read: ReadTensor) -> object:
     from ckptmgr.state.unflatten import Unflattener
 
     with gc_paused():
-        return Unflattener(read).run(skeleton)
+        return Unflattener(read, fill=fill).run(skeleton)
 
 
 def restore(target: object, skeleton: str, read: ReadTensor) -> object:

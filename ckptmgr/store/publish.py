@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError, UnsupportedCheckpoint
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import (
     FileStatus,
@@ -26,7 +26,7 @@ from ckptmgr.io.filesystem import (
     discard,
     unlink_if_present,
 )
-from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode
+from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, is_for_others
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.io.space_errors import explain_error, not_enough_space
 from ckptmgr.store.listing import bare_file
@@ -270,11 +270,24 @@ class Publisher:
                         has_manifest=has_manifest,
                     )
                     try:
+                        self._check_mode(temp, mode)
                         yield new
                     finally:
                         new.close()
         except OSError as error:
             raise explain_error(error, self._directory / name, size_bytes, self._fs) from error
+
+    def _check_mode(self, temp: Path, mode: int) -> None:
+        """Raise where others are to share a file, and the file system gives it other permissions."""
+        status = self._fs.status(temp) if is_for_others(mode) else None
+        if status is not None and status.mode != mode:
+            raise UnsupportedCheckpoint(
+                f"file_mode {mode:#o} cannot be had: the file system keeps no permission bits, and gives"
+                f" its files {status.mode:#o}",
+                path=self._directory,
+                hint="leave file_mode out, or mount it with the permissions"
+                " that its files are to have (file_mode=, umask=, uid=)",
+            )
 
     def _is_described(self, name: str) -> bool:
         """Return whether there is a manifest of this name; OSError where that is not known."""

@@ -325,7 +325,7 @@ class ModelCheckpoint(TrainingHooks):
     def _note_metrics(
         writer: SeriesWriter, handle: SaveHandle, metrics: Mapping[str, float]
     ) -> None:
-        if not handle.durable.done() or handle.durable.exception() is not None:
+        if not handle.durable.done() or handle.has_failed:
             return
         checkpoint = handle.durable.result()
         if any(checkpoint.metrics.get(name) != value for name, value in metrics.items()):

@@ -19,6 +19,7 @@ from ckptmgr.core.errors import CkptmgrError, UnsupportedState
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import save_mode_of
 from ckptmgr.formats.tensor import Item
+from ckptmgr.io.cgroups import memory_limit
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.forecast import Concern, ConcernKind, Demand, Forecast, Pace, most_kept
 from ckptmgr.series.writer import SeriesWriter
@@ -89,7 +90,13 @@ class Forecaster:
 
     def forecast(self, writer: SeriesWriter, save_bytes: int) -> Forecast:
         """Return the forecast of a run whose checkpoints have this size."""
-        demand = demand_of(self._config, save_bytes, available_bytes=available_memory_bytes())
+        limit = memory_limit()
+        demand = demand_of(
+            self._config,
+            save_bytes,
+            available_bytes=available_memory_bytes(),
+            group_bytes=None if limit is None else limit.available,
+        )
         fs, place = writer.listing.fs, writer.listing.directory
         while fs.status(place) is None and place != place.parent:
             place = place.parent
@@ -105,10 +112,17 @@ class Forecaster:
                 self._observers.emit("forecast", error=text, error_type=kind, notes=(hint,))
 
 
-def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int | None) -> Demand:
+def demand_of(
+    config: CheckpointConfig,
+    save_bytes: int,
+    *,
+    available_bytes: int | None,
+    group_bytes: int | None = None,
+) -> Demand:
     """Return the demand of a configuration, without the disk.
 
-    `available_bytes` is the memory that the system has, None when unknown.
+    `available_bytes` is the memory that the system has, None when unknown; `group_bytes` what the
+    limit of the control group leaves, None without one.
     """
     policy, memory = config.retention_policy(), config.memory
     states = 0
@@ -116,13 +130,18 @@ def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int
         states = 2 if config.back_pressure == "coalesce" else 1
     budget_bytes = None if memory is None else memory.usable_host_bytes
     can_spill = memory is not None and memory.may_spill_staging and config.keys is None
+    memory_bytes = budget_bytes or available_bytes
+    is_limited = group_bytes is not None and (memory_bytes is None or group_bytes < memory_bytes)
+    if is_limited:
+        memory_bytes = group_bytes
     return Demand(
         save_bytes=save_bytes,
         keep=most_kept(policy),
         policy=str(policy),
         staged_states=states,
-        memory_bytes=None if can_spill else budget_bytes or available_bytes,
-        has_memory_budget=budget_bytes is not None,
+        memory_bytes=None if can_spill else memory_bytes,
+        has_memory_budget=budget_bytes is not None and not is_limited,
+        is_group_limited=is_limited,
         may_spill=config.keys is None,
     )
 
@@ -133,7 +152,7 @@ def size_of(items: Sequence[Item]) -> int:
 
 
 def available_memory_bytes(path: Path = _MEMORY_INFO) -> int | None:
-    """Return the memory that is available without swapping, or None when unknown."""
+    """Return the memory that the machine has without swapping, or None when unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text().splitlines():
             if line.startswith("MemAvailable:"):

@@ -460,9 +460,9 @@ class CheckpointManager:
         Raises:
             BaseException: An earlier save failed in the background; it is raised once.
             UnsupportedState: A value of the state cannot be stored; names its path.
-            StoreFull: Not enough disk space; nothing was changed.
+            StoreFull: Not enough disk space; nothing was changed. `on_error` treats it.
             StoreLocked: Another live process writes this series.
-            OSError: From the disk; the earlier checkpoints are intact.
+            OSError: From the disk; the earlier checkpoints are intact. `on_error` treats it.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         checked = checked_metrics(metrics)

@@ -290,7 +290,7 @@ def test_warn_logs_and_does_not_raise(caplog: pytest.LogCaptureFixture) -> None:
     saves = Saves(on_error="warn")
     handle = saves.submitted(1, OSError("full"))
     saves.saver.wait()
-    assert "a background save failed: full" in caplog.text
+    assert "a save failed: full" in caplog.text
     assert isinstance(failed(handle), OSError)
 
 

@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
+from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
+from ckptmgr.io.cgroups import GroupMemory
 from ckptmgr.state.items import Part, tensors_in
 from tests.support.descriptors import nothing_stays_open
 from tests.support.interrupts import is_interrupted
@@ -432,3 +434,33 @@ def test_ctrl_c_at_any_point_of_staging_leaves_all_memory_for_the_next() -> None
             if not was_interrupted:
                 break
         assert at > 50
+
+
+def limited(room: int, **memory: Any) -> StagingPool:
+    group = GroupMemory(limit=room, used=0)
+    config = MemoryConfig(**memory)
+    return StagingPool(config, ledger=Ledger(config, limit_of_group=lambda: group))
+
+
+def test_state_beyond_the_limit_of_a_container_is_refused_with_the_way_out() -> None:
+    with limited(1 << 20) as pool:
+        with pytest.raises(StagingExhausted, match="container or job") as caught:
+            pool.stage([tensor_from_array("w", np.zeros(2 << 20, np.uint8))])
+        assert "async_save=False" in str(caught.value)
+        pool.stage([tensor_from_array("w", np.zeros(1 << 19, np.uint8))]).release()
+
+
+def test_state_beyond_the_limit_of_a_container_is_spilled_where_it_may_be(tmp_path: Path) -> None:
+    with limited(1 << 20, spill_directory=tmp_path, slab_bytes=1 << 16) as pool:
+        staged = pool.stage([tensor_from_array("w", np.full(2 << 20, 7, np.uint8))])
+        assert pool.ledger.disk_bytes > 0
+        assert bytes(staged.items[0].content()) == b"\7" * (2 << 20)  # type: ignore[union-attr]
+        staged.release()
+
+
+def test_memory_that_is_kept_needs_no_room_in_a_container() -> None:
+    rooms = iter([GroupMemory(limit=4 << 20, used=0)])  # asked once
+    ledger = Ledger(MemoryConfig(), limit_of_group=lambda: next(rooms))
+    with StagingPool(MemoryConfig(slab_bytes=1 << 20), ledger=ledger) as pool:
+        for _ in range(2):
+            pool.stage([tensor_from_array("w", np.zeros(2 << 20, np.uint8))]).release()

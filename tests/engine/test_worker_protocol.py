@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.core import errors
-from ckptmgr.core.errors import CkptmgrError, SaveFailed
+from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreFull
 from ckptmgr.engine import worker_protocol
 from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive, send
+from ckptmgr.io.space_errors import not_enough_space
 from tests.support.descriptors import open_descriptors
 
 Pair = tuple[socket.socket, socket.socket]
@@ -149,6 +150,12 @@ def test_os_errors_arrive_with_number_and_name(number: int, filename: object) ->
     assert isinstance(arrived, OSError)
     expected = None if filename is None else str(filename)
     assert (arrived.errno, arrived.filename) == (number, expected)
+
+
+def test_missing_bytes_of_a_full_disk_arrive() -> None:
+    arrived = rebuild_error(describe_error(not_enough_space(Path("/run"), 12, 5)))
+    assert isinstance(arrived, StoreFull)
+    assert (arrived.missing_bytes, arrived.errno) == (7, errno.ENOSPC)
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RuntimeError, TypeError, ValueError])

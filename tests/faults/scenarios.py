@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 from tests.faults.training import (
     RUNS,
     Content,
@@ -21,8 +22,9 @@ from tests.faults.training import (
 )
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
 from tests.support.diskimage import Snapshot
+from tests.support.failingdisk import FailingDisk
 
-ONE, TWO, THREE = name_of(1), name_of(2), name_of(3)
+ONE, TWO, THREE, FOUR = (name_of(step) for step in (1, 2, 3, 4))
 OLD: Content = {ONE: [10.0], TWO: [20.0]}
 NEW: Content = {THREE: [30.0]}
 NONE: Content = {}
@@ -110,6 +112,14 @@ def _pin_first(trainer: Trainer) -> None:
         trainer.disk.acknowledge("pinned")
 
 
+def _save_on_a_full_disk(trainer: Trainer) -> None:
+    full = FailingDisk(trainer.fs or trainer.disk, space_bytes=SPACE_MARGIN_BYTES)
+    with replace(trainer, fs=full).manager() as manager:
+        assert manager.resume().step == 3
+        manager.save(4, state_of(40.0))
+        trainer.disk.acknowledge("saved")
+
+
 FIRST_SAVE = Scenario(
     values=(),
     run=_save_first,
@@ -136,12 +146,21 @@ RETENTION = Scenario(
     may={**OLD, **NEW},
     keep="last(1)",
 )
+# On a full disk the older ones go before the save; the one that was resumed from stays.
+ROOM = Scenario(
+    values=(10.0, 20.0, 30.0),
+    run=_save_on_a_full_disk,
+    must=lambda is_saved: {**NEW, **({FOUR: [40.0]} if is_saved else NONE)},
+    may={**OLD, **NEW, FOUR: [40.0]},
+    keep="last(1)",
+)
 PIN = Scenario(values=(10.0, 20.0), run=_pin_first, must=lambda _: OLD, may=NONE)
 SCENARIOS = {
     "first save": FIRST_SAVE,
     "next save": NEXT_SAVE,
     "overwrite": OVERWRITE,
     "retention": RETENTION,
+    "room": ROOM,
     "pin": PIN,
 }
 

@@ -44,7 +44,7 @@ def test_operation_keeps_its_promises_after_every_power_cut(key: bytes | None, n
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, key)) is None
 
 
-@pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
+@pytest.mark.parametrize("name", ["first save", "overwrite", "retention", "room"])
 def test_operation_keeps_its_promises_where_manifests_without_data_stay(name: str) -> None:
     scenario = SCENARIOS[name]
     disk = scenario.start(None)
@@ -54,7 +54,7 @@ def test_operation_keeps_its_promises_where_manifests_without_data_stay(name: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
+@pytest.mark.parametrize("name", ["first save", "overwrite", "retention", "room"])
 def test_recovery_from_a_death_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
     crashes = scenario.crashes_after_death(KEY, Order.WEAK, resume)
@@ -62,7 +62,7 @@ def test_recovery_from_a_death_may_itself_be_cut(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["overwrite", "retention"])
+@pytest.mark.parametrize("name", ["overwrite", "retention", "room"])
 def test_recovery_from_a_power_cut_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
     crashes = (

@@ -22,6 +22,8 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.io import permissions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.permissions import inherit_directory_mode, share_lease
 from ckptmgr.parallel.mindspore.outputs import write_small_file
@@ -265,3 +267,86 @@ def test_useless_mode_is_refused_by_name(given: int, message: str) -> None:
 def test_mode_that_is_no_number_is_refused_by_name(given: object) -> None:
     with pytest.raises(TypeError, match=re.escape("file_mode must be an int such as 0o640")):
         CheckpointConfig(file_mode=given)  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.ENOSYS])
+def no_chmod(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the file system refuse to change permission bits, as CIFS and mountpoint-s3 do."""
+
+    def refused(descriptor: int, mode: int) -> None:
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(os, "fchmod", refused)
+    monkeypatch.setattr(permissions, "_warned", set())
+
+
+@pytest.mark.usefixtures("no_chmod")
+def test_run_saves_where_permission_bits_cannot_be_changed_and_warns_once_of_those_of_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with umask(0o022), CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": np.ones(2)})
+    assert [one.step for one in manager.checkpoints()] == [1, 2]
+    assert mode_of(tmp_path / "run" / "ckpt-2.ckpt") == 0o600
+    [warning] = [one.getMessage() for one in caplog.records if "permission bits" in one.message]
+    assert "files have mode 0600, not 0400" in warning
+
+
+@pytest.mark.usefixtures("no_chmod")
+def test_mode_that_the_file_system_does_not_give_is_refused_and_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    config = CheckpointConfig(file_mode=0o660)
+    with umask(0o022), CheckpointManager(tmp_path / "run", config) as manager:
+        with pytest.raises(UnsupportedCheckpoint, match=r"file_mode 0o660 cannot be had") as caught:
+            manager.save(1, {"w": np.ones(2)})
+        assert "leave file_mode out" in str(caught.value)
+        assert [name for name in os.listdir(tmp_path / "run") if not name.startswith(".")] == []
+        assert manager.latest() is None
+
+
+@pytest.mark.usefixtures("no_chmod")
+def test_mode_that_new_files_have_anyway_is_taken(tmp_path: Path) -> None:
+    config = CheckpointConfig(file_mode=0o640)
+    with umask(0o022), CheckpointManager(tmp_path / "run", config) as manager:
+        manager.save(1, {"w": np.ones(2)})
+    assert mode_of(tmp_path / "run" / "ckpt-1.ckpt") == 0o640
+
+
+def test_change_of_permission_bits_without_effect_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fchmod", lambda descriptor, mode: None)
+    config = CheckpointConfig(file_mode=0o660)
+    manager = CheckpointManager(tmp_path / "run", config)
+    with umask(0o022), pytest.raises(UnsupportedCheckpoint, match="gives its files 0o640"):
+        manager.save(1, {"w": np.ones(2)})
+
+
+def test_failed_change_of_permission_bits_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(descriptor: int, mode: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fchmod", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        OsFileSystem().create(tmp_path / "file", mode=0o400)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("no_chmod")
+def test_secret_key_is_not_written_where_others_could_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = run("keygen", "--out", tmp_path / "mine.key")
+    assert made.exit_code == 0, made.stderr
+    real = os.open
+    open_to_all = lambda path, flags, mode=0o777, **how: real(path, flags, mode | 0o044, **how)  # noqa: E731
+    monkeypatch.setattr(os, "open", open_to_all)
+    with umask(0):
+        result = run("keygen", "--out", tmp_path / "shared.key")
+    assert result.exit_code != 0
+    assert "others could read it" in result.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["mine.key"]

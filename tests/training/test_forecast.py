@@ -419,3 +419,18 @@ def test_overhead_spaces_saves_by_what_the_last_one_cost(tmp_path: Path, mode: b
         assert due is not None
         saved.append(due.wait())
     assert [checkpoint.step for checkpoint in saved] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit"),
+    [(None, "limit of this container"), (3 * GB, "limit of this container"), (MIB, "budget is")],
+)
+def test_limit_of_a_container_counts_where_it_is_the_smallest(
+    budget: int | None, limit: str
+) -> None:
+    memory = None if budget is None else MemoryConfig(host_budget_bytes=budget)
+    config = CheckpointConfig(async_save=True, memory=memory)
+    demand = demand_of(config, 2 * GB, available_bytes=64 * GB, group_bytes=GB)
+    [concern] = [one for one in Forecast(demand=demand).concerns if one.kind == "memory"]
+    assert limit in concern.text
+    assert "async_save=False" in concern.hint

@@ -220,6 +220,7 @@ def _word(text: str) -> tuple[str, str]:
 def _write(path: Path, content: bytes, *, mode: int = _PRIVATE) -> None:
     """Write the content into a new file, durably, or leave nothing."""
     from ckptmgr.io.filesystem import OsFileSystem, discard
+    from ckptmgr.io.permissions import is_for_others
 
     fs, place = OsFileSystem(), path.absolute()
     if not place.parent.is_dir():
@@ -234,6 +235,14 @@ def _write(path: Path, content: bytes, *, mode: int = _PRIVATE) -> None:
         ) from None
     try:
         try:
+            status = fs.status(place)
+            if status is not None and is_for_others(status.mode & ~mode):
+                raise UnsafeWrite(
+                    f"others could read it: the file system gives its files {status.mode:#o}, and keeps no other"
+                    " permission bits",
+                    path=path,
+                    hint="choose a directory on a disk of this machine",
+                )
             file.write_at(0, content)
             file.sync()
         finally:

@@ -19,6 +19,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
+from ckptmgr.files.load.state import check_documents
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.detect import Kind, detect
@@ -204,6 +205,9 @@ def open_indexed(
                 index = _index(unverified, path, plain.format)
         if index is None:
             index, unverified = _index(plain.source, path, plain.format), None
+        packed = plain.source if isinstance(plain.source, FramesSource) else None
+        stored_bytes = plain.source.size if packed is None else packed.stored_bytes
+        check_documents(index.metadata or {}, stored_bytes=stored_bytes)
         return OpenCheckpoint(
             path=path,
             source=plain.source,

@@ -18,6 +18,7 @@ from ckptmgr.core.errors import (
     UnsupportedState,
 )
 from ckptmgr.formats.file_crc import crc32
+from ckptmgr.formats.strict_json import check_memory, most_memory
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
 from ckptmgr.state.part import part_of, tensors_of
@@ -76,6 +77,17 @@ def with_skeleton_crc(metadata: Mapping[str, str]) -> Mapping[str, str]:
     if SKELETON not in metadata:
         return metadata
     return {SKELETON_CRC: str(_crc_of(metadata[SKELETON])), **metadata}
+
+
+def check_documents(metadata: Mapping[str, str], *, stored_bytes: int) -> None:
+    """Raise FormatError where a document of this library in some metadata takes too much memory.
+
+    It is asked before every write, and before anything reads one of them; see `most_memory`.
+    """
+    most_bytes = most_memory(stored_bytes)
+    for name, text in metadata.items():
+        if name.startswith(_OWN_PREFIX):
+            check_memory(text, what=f"text {name!r}", most_bytes=most_bytes)
 
 
 def checked_skeleton(opened: OpenCheckpoint) -> str | None:

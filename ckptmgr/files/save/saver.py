@@ -80,6 +80,12 @@ def save_items(
     options, path = order.options, str(store.directory / order.name)
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)
+        if order.metadata:
+            from ckptmgr.files.load.state import check_documents
+
+            # A compressed file may take next to nothing for a text.
+            stored_bytes = 0 if options.compression_level is not None else image.size
+            check_documents(order.metadata, stored_bytes=stored_bytes)
         if on_used is not None:
             image.watch_uses(on_used)
         size_bytes, write_content = _writing(image, options)

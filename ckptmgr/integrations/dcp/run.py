@@ -110,8 +110,18 @@ class DcpRun:
         self._attempt: _Attempt | None = None
         self._lock = threading.Lock()
 
-    def begin(self, step: int, *, world: int, timeout_s: float, watch: SaveWatch) -> SaveProposal:
+    def begin(
+        self,
+        step: int,
+        *,
+        world: int,
+        timeout_s: float,
+        watch: SaveWatch,
+        retention: RetentionPolicy | None = None,
+    ) -> SaveProposal:
         """Take the lease and begin a save; an earlier uncommitted one ends.
+
+        On a full disk, what `retention` drops goes before.
 
         Raises:
             StoreLocked: Another process writes this series.
@@ -120,6 +130,7 @@ class DcpRun:
         with self._lock:
             self.writer.open()
             self._give_up()
+            self.writer.make_room_for_next(retention)
             reader = SeriesReader(self.store, self.place.series, options=self.place.reading())
             present = self.store.scan()
             name, attempt = reader.free_name(step, present, format=SET_FORMAT)

@@ -188,7 +188,13 @@ class StorageWriter(storage.StorageWriter):
         step = checked_count("step", -1 if self._step is None else self._step)
         started = time.perf_counter()
         with self._observers.watch(series=self._place.series, step=step, why="manual") as watch:
-            proposal = run.begin(step, world=len(plans), timeout_s=self._timeout_s, watch=watch)
+            proposal = run.begin(
+                step,
+                world=len(plans),
+                timeout_s=self._timeout_s,
+                watch=watch,
+                retention=self._config.retention_policy(),
+            )
         planned = frozenset(item.index for plan in plans for item in plan.items)
         self._save = _Save(
             run=run, proposal=proposal, planned=planned, watch=watch, started=started

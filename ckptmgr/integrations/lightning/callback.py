@@ -315,7 +315,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             ready = self._state_of(trainer)
             state = lambda: ready  # noqa: E731
         handle = self.manager.step_end(step, state, **_facts(trainer))
-        if handle is not None:
+        if handle is not None and not handle.has_failed:
             self._saved_step = step
 
     def _save_preempted(self, trainer: Any) -> None:

@@ -31,6 +31,7 @@ from mindspore.train import Callback
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
@@ -121,7 +122,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
         _warn_of_order(dataset, is_resumed=not start.is_fresh)
         if start.checkpoint is None:
             return 0
-        facts = json.loads(start.state["training"])  # type: ignore[index, unused-ignore]
+        facts = parse_bounded(start.state["training"], what="state of the training")  # type: ignore[index, unused-ignore]
         _check_optimizers(model.train_network, facts.get("optimizers"))
         self._step, self._facts = start.step, facts
         steps_per_epoch = int(facts["steps_per_epoch"])

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.hub_folder import is_hub_folder, weights_in
 from ckptmgr.training.manager import CheckpointManager
 
@@ -66,7 +66,7 @@ def from_pretrained(
             hint="build the model, and load it with load(..., {'model': model}, only='model')",
         )
     weights = {name: torch.as_tensor(value) for name, value in found["model"].items()}
-    made = AutoConfig.for_model(**json.loads(found["config"]))
+    made = AutoConfig.for_model(**parse_bounded(found["config"], what="configuration"))
     return _made(cls, made, weights, None, **options)
 
 

@@ -30,9 +30,10 @@ from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT, Trust
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.strict_json import fits_memory
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import is_bad_medium
-from ckptmgr.maintenance.foreign.layouts import HUB, missing_shards
+from ckptmgr.maintenance.foreign.layouts import HUB, missing_shards, most_memory_of
 from ckptmgr.maintenance.foreign.listing import DiskFolder, tree_of
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.verdict import Level, Status, Verification
@@ -44,6 +45,7 @@ _JSON_NAMES = ("_CHECKPOINT_METADATA", "_METADATA")
 _PIECE_BYTES = 1 << 20
 _MOST_METADATA_BYTES = 64 << 20
 _MOST_JSON_BYTES = 64 << 20
+_MOST_DIRECTORY_BYTES = 16 << 20  # of 200,000 records
 _NO_DIGEST = "contents, for which the tool keeps no digest: structure only"
 
 
@@ -165,7 +167,11 @@ class _Check:
             self.unchecked["JSON of more than 64 MiB"] = None
             return
         try:
-            json.loads(read_bytes(file, 0, file.size))
+            text = read_bytes(file, 0, file.size).decode()
+            if not fits_memory(text, most_memory_of(text)):
+                self.unchecked["JSON of too many values"] = None
+                return
+            json.loads(text, object_pairs_hook=_nothing)
         except (ValueError, RecursionError) as error:
             raise _Damaged(f"no JSON: {error}") from error
         self.checked["JSON"] = None
@@ -177,10 +183,10 @@ class _Check:
             return
         data = read_bytes(file, 0, file.size)
         try:  # the opcodes are listed, and none is carried out
-            texts = {value for _, value, _ in pickletools.genops(data) if isinstance(value, str)}
+            texts = (value for _, value, _ in pickletools.genops(data) if isinstance(value, str))
+            names = sorted({text for text in texts if text.endswith(".distcp")})
         except Exception as error:  # of a damaged pickle: ValueError, struct.error, IndexError ...
             raise _Damaged(f"no pickle: {error}") from error
-        names = sorted(text for text in texts if text.endswith(".distcp"))
         lost = [name for name in names if not is_beside(Path(name).name)]
         if lost:
             raise _Damaged(f"{lost[0]} is missing")
@@ -193,12 +199,16 @@ class _Check:
             self.unchecked["pickles, which are never opened"] = None
             return
         try:
-            with zipfile.ZipFile(io.BufferedReader(_Reader(file))) as archive:
+            with zipfile.ZipFile(_Archive(_Reader(file))) as archive:
                 self.checked["directories of archives"] = None
                 if self._level is Level.QUICK:
                     return
+                if sum(record.compress_size for record in archive.infolist()) > file.size:
+                    raise _Damaged("its records take more bytes than the file has")
                 for record in archive.infolist():
                     self._check_record(archive, record)
+        except _TooLongError:
+            self.unchecked["archives with a directory of more than 16 MiB"] = None
         except (zipfile.BadZipFile, NotImplementedError, EOFError, zlib.error) as error:
             raise _Damaged(f"no whole ZIP archive: {error}") from error
 
@@ -213,6 +223,23 @@ class _Check:
             while content.read(_PIECE_BYTES):  # raises BadZipFile at the end where the CRC differs
                 pass
         self.checked["CRC32 of every record"] = None
+
+
+def _nothing(pairs: list[tuple[str, object]]) -> None:
+    """Take the place of a JSON object, which nothing reads."""
+
+
+class _TooLongError(Exception):
+    """Report one read of more bytes than a directory of an archive may have."""
+
+
+class _Archive(io.BufferedReader):
+    """A file for zipfile, which reads the whole directory at once, as long as the file says."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > _MOST_DIRECTORY_BYTES:
+            raise _TooLongError
+        return super().read(size)
 
 
 class _Damaged(Exception):

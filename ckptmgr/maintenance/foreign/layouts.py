@@ -24,13 +24,13 @@ Nothing is unpickled: a fact that is only in a pickle is not known.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptmgr.core.model import Figures
+from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.maintenance.foreign.model import Folder, Pointer
 
@@ -163,11 +163,17 @@ def recognise(folder: Folder, layouts: Sequence[Layout] | None = None) -> list[R
     return answer
 
 
+def most_memory_of(text: str) -> int:
+    """Return how much memory the values of a JSON file may take; long logs take four times its size."""
+    return (64 << 20) + 8 * len(text)
+
+
 def _object(folder: Folder, name: str) -> dict[str, object] | None:
     """Return a JSON object in a file; None if there is none."""
     text = folder.text(name)
     try:
-        value = None if text is None else json.loads(text)
+        most = None if text is None else most_memory_of(text)
+        value = None if text is None else parse_bounded(text, what=name, most_bytes=most)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import io
@@ -382,6 +383,28 @@ def test_full_disk_of_one_rank_leaves_no_checkpoint_and_the_next_save_removes_th
         "ckpt-1.shards": State.OK,
         "ckpt-2.shards": State.OK,
     }
+
+
+def test_run_that_keeps_fewer_now_makes_room_on_a_full_disk(tmp_path: Path) -> None:
+    disk = FailingDisk(OsFileSystem(), space_bytes=8 << 20)
+    state = {"w": torch.ones(1 << 18)}
+
+    def save_step(step: int, keep: str) -> None:
+        writer = StorageWriter(tmp_path, CheckpointConfig(keep=keep), step=step, fs=disk)
+        dcp.save(state, storage_writer=writer)
+
+    step = 1
+    with contextlib.suppress(CheckpointException):
+        for step in range(1, 20):
+            save_step(step, "last(50)")
+    assert 1 < step < 19
+    for one in list(dcp_run._runs.values()):  # the next process
+        dcp_run.end_run(one.place)
+    dcp.load(state, storage_reader=StorageReader(tmp_path, fs=disk))
+    for more in range(3):
+        save_step(step + more, "last(2)")
+    whole = [c.step for c in Store(tmp_path).scan() if c.state is State.OK]
+    assert sorted(whole) == [step - 1, step + 1, step + 2]
 
 
 def failed(work: Any) -> BaseException:
