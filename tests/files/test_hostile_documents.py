@@ -104,6 +104,7 @@ def bomb(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["load", "verify", "inspect", "diff", "ls"])
 def test_small_file_of_many_values_takes_little_memory(bomb: Path, command: str) -> None:
     arguments: dict[str, list[str | Path]] = {
@@ -120,6 +121,7 @@ def test_small_file_of_many_values_takes_little_memory(bomb: Path, command: str)
     assert done.returncode == (2 if command == "diff" and expected else expected), done.stderr
 
 
+@pytest.mark.slow
 def test_resume_passes_over_a_small_file_of_many_values_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +135,7 @@ def test_resume_passes_over_a_small_file_of_many_values_as_damaged(
     assert done.stdout.strip() == "1 [2]", done.stderr
 
 
+@pytest.mark.slow
 def test_state_that_would_not_load_is_refused_by_the_save(tmp_path: Path) -> None:
     state = {"history": [0] * 6_500_000}
     with pytest.raises(
@@ -142,6 +145,7 @@ def test_state_that_would_not_load_is_refused_by_the_save(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compression", [None, "zstd"])
 def test_state_of_many_values_loads(tmp_path: Path, compression: Any) -> None:
     state = {

@@ -73,6 +73,7 @@ def names_in_a_pickle(directory: Path) -> None:
     (folder / ".metadata").write_bytes(b"\x80\x02" + names + b".")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ls", "verify"])
 @pytest.mark.parametrize(
     ("write", "code"),
@@ -101,6 +102,7 @@ def test_archive_with_a_directory_that_is_not_read_is_no_damage(tmp_path: Path) 
     assert "archives with a directory of more than 16 MiB" in done.stdout
 
 
+@pytest.mark.slow
 def test_long_log_and_large_vocabulary_are_read(tmp_path: Path) -> None:
     step = '{"epoch": 0.5, "grad_norm": 1.25, "learning_rate": 5e-05, "loss": 2.5, "step": 5},'
     merges = ",".join(f'["t{number}", "u{number}"]' for number in range(600_000))

@@ -380,7 +380,7 @@ def test_live_run_that_another_one_went_on_from_loses_nothing_in_the_mirror(
             _saved(second, step)
         there = listed(open_objects(mirror.url)).keys()
     assert there == {f"ckpt-{step}.ckpt" for step in (2, 3, 11, 12)}
-    assert caplog.text.count("another run of this line saves there, too, up to ckpt-3.ckpt") == 1
+    assert caplog.text.count("another run of this line saves there, too, up to ckpt-") == 1
 
 
 def _saved(manager: CheckpointManager, step: int) -> None:
