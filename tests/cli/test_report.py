@@ -22,9 +22,10 @@ from ckptmgr.core.printable import printable
 from ckptmgr.event_log import JsonLinesObserver
 from ckptmgr.maintenance.report.model import Space
 from ckptmgr.maintenance.report.page import space_sentences
+from ckptmgr.observe.events import Event
 from tests.cli.running import run, run_json
 from tests.cli.schemas import run_with_schema
-from tests.support.saved import flip, overwrite, save_run, tree_of
+from tests.support.saved import START_S, flip, overwrite, save_run, tree_of
 
 LOSSES = {10: {"loss": 3.0}, 20: {"loss": 1.0}, 30: {"loss": 2.0}, 40: {"loss": float("nan")}}
 POLICY = ("--keep", "last(1) | best(1, loss, min)")
@@ -467,3 +468,30 @@ def test_course_of_very_many_saves_is_thinned_on_the_page(tmp_path: Path) -> Non
     save_run(tmp_path, [10])
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
     assert len(run("report", tmp_path, "-o", "-").stdout) < 200_000
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory", "second name"])
+def test_file_of_events_that_is_none_is_named_and_the_rest_is_reported(
+    tmp_path: Path, kind: str
+) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    save_run(runs, [1, 2])
+    event = Event(name="save.failed", at=START_S, error="the private text of another file")
+    private = tmp_path / "private"
+    private.write_text(json.dumps(event.to_json()) + "\n", encoding="utf-8")
+    path = runs / "events.jsonl"
+    if kind == "link":
+        path.symlink_to(private)
+    elif kind == "second name":
+        path.hardlink_to(private)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    done = run("report", runs, "--terminal")
+    assert done.exit_code == 3
+    assert "events.jsonl" in done.stderr
+    assert "private text" not in done.output
+    assert "2 checkpoints" in done.stdout or "step 2" in done.stdout
+    assert '"has_events": true' in run("report", runs, "--json", "--events", private).stdout

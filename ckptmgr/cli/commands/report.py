@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from dataclasses import replace
@@ -149,21 +150,36 @@ def report_of(
         if keep is not None:
             raise
         refused.append(error)
-    noted = _events(events, store.directory)
+    noted = None
+    try:
+        noted = _events(events, store.directory)
+    except OSError as error:
+        if events is not None:
+            raise
+        refused.append(error)
     made = make_report(store, policy=policy, now=now, series=series, noted=noted)
     return replace(made, refused=(*refused, *made.refused)) if refused else made
 
 
 def _events(given: Path | None, directory: Path) -> EventLines | None:
     """Return the noted events; None where no file is named and the directory has none."""
+    from ckptmgr.io.appending import opened_to_read
     from ckptmgr.observe.json_lines import EVENTS_NAME, read_events
 
-    path = directory / EVENTS_NAME if given is None else given
-    if not path.is_file():  # a FIFO would be waited for
+    with contextlib.ExitStack() as opened:
         if given is None:
-            return None
-        raise CheckpointFileNotFound("no such file of events", path=path)
-    with path.open(encoding="utf-8", errors="replace") as file:
+            try:
+                source: int | Path = opened.enter_context(opened_to_read(directory / EVENTS_NAME))
+            except FileNotFoundError:
+                return None
+        elif given.is_file():  # a FIFO would be waited for
+            source = given
+        else:
+            raise CheckpointFileNotFound("no such file of events", path=given)
+        closes = not isinstance(source, int)
+        file = opened.enter_context(
+            open(source, encoding="utf-8", errors="replace", closefd=closes)
+        )
         # A line without an end, such as the zeros that a power cut may leave, is read in pieces.
         return read_events(iter(partial(file.readline, _MOST_CHARACTERS), ""))
 
