@@ -3,8 +3,8 @@
 
 * Header order is data order in written files; `safetensors_layout` says which, and how the data is
   aligned.
-* Reading is bounded, and takes what the stock library takes, also what MindSpore refuses: tensors in
-  another order than the data, white space before the header, fields that nobody knows beside the
+* Reading is bounded, and takes all that the stock library takes, also where MindSpore refuses: tensors in
+  another order than the data, white space before the header, unknown fields beside the
   three of a tensor, and `"__metadata__":null`, as MLX writes it. Not taken are
   - a name twice in one object: readers differ in which one they take, and a flipped bit looks alike;
   - a `crc_num` that is no number: so does a flipped bit in MindSpore's;

@@ -89,7 +89,7 @@ def has_too_many_values(data: bytes) -> bool:
 
 
 def most_memory(stored_bytes: int = 0) -> int:
-    """Return how much memory the values of a text may take, in a file of so many bytes.
+    """Return how much memory the values of a text may take, in a file of that size.
 
     A few bytes of a compressed file can stand for a long text, and two bytes of a text for a value.
     """

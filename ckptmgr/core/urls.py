@@ -2,8 +2,8 @@
 """Addresses of object stores, and the refusal of one where only a path works.
 
 A text that was meant as an address, or that a shell should have expanded, must never become the
-name of a local folder: what a run saves there is lost with its machine. So everything that
-resembles an address counts as one, and `objects.requests.checked_url` refuses what is none.
+name of a local folder: the saves of a run there are lost with its machine. So everything that
+resembles an address counts as one, and `objects.requests.checked_url` refuses all others.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the adapters of frameworks have in common."""
+"""The common part of the adapters of frameworks."""
 
 from __future__ import annotations
 

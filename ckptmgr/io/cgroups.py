@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits of the control group of this process: what a container or a batch job may use.
+"""Limits of the control group of this process: those of a container or a batch job.
 
 `/proc/meminfo` and the number of processors are those of the machine. A group has the limits of all
 groups above it, too. Both versions are read:
@@ -40,12 +40,12 @@ class GroupMemory(NamedTuple):
 
     @property
     def available(self) -> int:
-        """What a program can use without slowing down others: the kernel drops unused cache first."""
+        """Bytes that a program can use without slowing down others: the kernel drops unused cache first."""
         return max(0, self.limit - self.used + self.inactive_file)
 
     @property
     def room(self) -> int:
-        """What a program can use before it is killed: the kernel can drop all of the page cache."""
+        """Bytes that a program can use before it is killed: the kernel can drop all of the page cache."""
         return max(0, self.limit - self.used + self.inactive_file + self.active_file)
 
 

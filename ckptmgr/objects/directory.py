@@ -94,7 +94,7 @@ def entries_of(manifest: Manifest) -> tuple[FileEntry, ...]:
 
 
 class Uploaded(enum.IntEnum):
-    """What an upload did: the checkpoint was there, was new, or had changed here."""
+    """The outcome of an upload: the checkpoint was there, was new, or had changed here."""
 
     PRESENT = 0
     NEW = 1
@@ -152,7 +152,7 @@ class RemoteDirectory:
             return all(one.here == one.there for one in self._headers(manifest, files))
 
     def upload(self, store: Store, name: str, *, reads_back: bool = False) -> Uploaded:
-        """Upload a checkpoint of a local directory, or what was changed here since its upload.
+        """Upload a checkpoint of a local directory, or its changes since the upload.
 
         The bytes are compared with the digests while they are sent, and encrypted ones stay as they
         are. Data that an interrupted upload of the same checkpoint left is used. The manifest is
@@ -184,7 +184,7 @@ class RemoteDirectory:
         return Uploaded.CHANGED
 
     def _create(self, here: Side, files: Sequence[InputFile], *, reads_back: bool) -> None:
-        """Upload what is not there."""
+        """Upload a checkpoint that is not there."""
         manifest = here.manifest
         self._put_missing(manifest, files)
         if reads_back:
@@ -206,7 +206,7 @@ class RemoteDirectory:
         self._put_swept(manifest, files)
 
     def _check_data(self, manifest: Manifest) -> None:
-        """Read the data back; raise ChecksumMismatch if it is not what was sent."""
+        """Read the data back; raise ChecksumMismatch if other bytes were sent."""
         for entry in entries_of(manifest):
             key, name = data_key(manifest, entry), str(self.path / manifest.name)
             try:

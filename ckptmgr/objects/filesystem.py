@@ -36,7 +36,7 @@ from ckptmgr.store.store import Store
 _READERS = 8
 _SMALL_BYTES = 1 << 20  # of a manifest that is kept, and read beside others
 _MOST_KEPT_BYTES = 64 << 20
-# What a manifest may have: for each object beside it a name and the digests of its ranges, which
+# The parts of a manifest: for each object beside it a name and the digests of its ranges, which
 # are of 16 MiB; and beside them metrics, pins and a policy.
 _BASE_BYTES = 4 << 20
 _ENTRY_BYTES = 2 << 10

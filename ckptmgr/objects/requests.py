@@ -174,7 +174,7 @@ def _check_settings(url: str) -> None:
         else:
             continue
         raise CkptmgrError(
-            f"the environment variable {name} {problem}", path=url, hint=f"set {name} anew"
+            f"the environment variable {name} {problem}", path=url, hint=f"set {name} without it"
         )
 
 

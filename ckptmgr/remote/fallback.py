@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back from a mirror: a run downloads what is newer there than what it has here."""
+"""The way back from a mirror: a run downloads the newer checkpoints there."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Fetched(NamedTuple):
-    """The address of the checkpoint that was downloaded, if any, those skipped, and what is in doubt."""
+    """The address of the checkpoint that was downloaded, if any, those skipped, and the doubt."""
 
     url: str | None
     skipped: tuple[Skipped, ...] = ()
@@ -40,7 +40,7 @@ class Fetched(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a mirror has of the line of a checkpoint here, and of others that continue it.
+    """The checkpoints of a mirror of the line of one here, and of others that continue it.
 
     `skipped` are those whose manifests cannot be read or are not proven: they decide nothing.
     """
@@ -112,7 +112,7 @@ def fetch_newest(
 
 
 def within(limit_s: float, ask: Callable[[], _Answer]) -> _Answer:
-    """Return an answer, or raise TimeoutError when there is none in so many seconds."""
+    """Return an answer, or raise TimeoutError when there is none in that time."""
     answer: Future[_Answer] = Future()
 
     def run() -> None:

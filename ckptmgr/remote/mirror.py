@@ -6,7 +6,7 @@ retention removes meanwhile, or that is one too many in the queue, is not upload
 `mirror.skipped` and the handle of its save say so. A failed upload is tried again, after pauses
 that double, and never stops the training.
 
-What was changed here after its upload (keys, pins, tags, metrics) is brought there when the run
+Changes here after an upload (of keys, pins, tags, metrics) are brought there when the run
 resumes, when it pins or records, and when it ends. A run that resumed without an answer of the
 mirror compares before its first upload; a newer checkpoint of its line there stops it, as a rival
 does.
@@ -179,9 +179,9 @@ class MirrorUploads:
         self._has_swept = False
         self._has_noted = False
         self._has_said_rival = False
-        self._known: set[tuple[int, int, int]] | None = None  # what was there at the start
+        self._known: set[tuple[int, int, int]] | None = None  # there at the start
         self._unasked: Checkpoint | None = None
-        self._compared: dict[str, Checkpoint] = {}  # name to what is there as it is here
+        self._compared: dict[str, Checkpoint] = {}  # by name: those that are there as here
 
     def forget_parent(self) -> None:
         """Upload nothing in a forked child: its parent does, and the library has no threads here."""
@@ -205,7 +205,7 @@ class MirrorUploads:
         return replace(handle, mirrored=done)
 
     def catch_up(self) -> None:
-        """Upload what an earlier run of this series has saved or changed, but not uploaded."""
+        """Upload the saves and changes of an earlier run of this series that it did not upload."""
         if self._is_of_parent:
             return
         with self._changed:
@@ -215,7 +215,7 @@ class MirrorUploads:
     def fetch(
         self, here: Checkpoint | None, present: Sequence[Checkpoint], damaged: Collection[str]
     ) -> Fetched:
-        """Download what is newer there than `here`, or the newest of the series if that is None.
+        """Download checkpoints newer there than `here`, or the newest of the series if that is None.
 
         Errors and arguments as of `fallback.fetch_newer` and `fetch_newest`. Where the mirror does
         not answer, the run goes on from `here`, in doubt, unless `at_resume` requires an answer.
@@ -448,7 +448,7 @@ class MirrorUploads:
         if here is None:
             return True
         related: Sequence[Checkpoint] = ()
-        if self._writer.resumed_from is not None:  # not started anew since
+        if self._writer.resumed_from is not None:
             related = ask_for_newer(self.directory, here, trust=self._store.trust).related
         with self._changed:
             is_asked_meanwhile = self._unasked is not here
@@ -522,7 +522,7 @@ class MirrorUploads:
         self._observers.emit("mirror", error, series=self._writer.series)
 
     def _is_changed(self, one: Checkpoint) -> bool:
-        """Return whether an upload would change what is there, or say why it must not."""
+        """Return whether an upload would change the copy there, or say why it must not."""
         try:
             found = self.directory.difference(self._store, one.name)
         except (FileNotFoundError, BlockingIOError):

@@ -3,7 +3,7 @@
 
 It only reads in the directories, so live runs of others may write there. An upload that is given up
 leaves data that the next one uses; the mirror is listed before the first upload, so a
-restart goes on where the last watch stopped. What is there already is compared, and brought up to
+restart goes on where the last watch stopped. Checkpoints that are there already are compared, and brought up to
 date. After a failure, the requests for that directory are
 tried again after pauses that double.
 """

@@ -77,7 +77,7 @@ class BegunSave:
         return self._writer.publish(manifest)
 
     def make_room(self, error: StoreFull) -> bool:
-        """Remove what the policy of the job drops; return whether the write may be tried again."""
+        """Remove the checkpoints that the policy of the job drops; return whether the write may be tried again."""
         retention = self._job.retention
         return retention is not None and frees(error) and self._writer.make_room(retention, error)
 
@@ -536,7 +536,7 @@ class SeriesWriter:
         return decided
 
     def make_room(self, policy: RetentionPolicy, full: StoreFull) -> bool:
-        """Remove what a policy drops without the save that the disk has no room for, oldest first.
+        """Remove checkpoints that a policy drops without the save that the disk has no room for, oldest first.
 
         No more than that save needs goes, and nothing into the trash. The newest checkpoint stays,
         as do those that `plan` keeps under every policy. Returns whether anything went.

@@ -404,7 +404,7 @@ class Store:
         for name, one in going.items():
             if one.run_id is not None and not is_checkpoint_name(name):
                 raise UnsafePrune(
-                    "its manifest could be anybody's: no run saves under such a name",
+                    "anyone may have put its manifest there: no run saves under such a name",
                     path=one.path,
                     hint="where it is not needed, remove the file and its manifest by hand",
                 )

@@ -434,7 +434,7 @@ def _find_with_mirror(
     fetch: Fetch | None,
     end_pause_if_long: Callable[[int], None],
 ) -> tuple[Found[_Loaded], str | None]:
-    """Return as `find_newest`, after a download of what is newer in the mirror, and its address.
+    """Return as `find_newest`, after a download of a newer one from the mirror, and its address.
 
     The mirror is asked before a checkpoint is loaded, and again where that shows damage.
     """
@@ -455,7 +455,7 @@ def _find_with_mirror(
         damaged |= {one.id for one in listed if one.path in lost and one.id is not None}
         asked.append(fetch(here, [one for one in usable if one.path not in lost], damaged))
         if asked[-1].url is not None:
-            skipped, found = found.skipped, Found(newest=None, skipped=())  # what was loaded goes
+            skipped, found = found.skipped, Found(newest=None, skipped=())  # the loaded values go
             found = find_newest(writer, candidates)
             found = replace(found, skipped=(*skipped, *found.skipped))
     there = tuple(one for each in asked for one in each.skipped)

@@ -29,7 +29,7 @@ class S3(BaseHTTPRequestHandler):
     """Enough of S3: objects, ranges, conditional PUT and listings; a test changes the answers."""
 
     protocol_version = "HTTP/1.1"
-    server: Server
+    server: Server  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -48,7 +48,7 @@ class S3(BaseHTTPRequestHandler):
             self.answer(200, ETag=f'"{hash(body):x}"')
 
     def do_GET(self) -> None:
-        query = urlsplit(self.path).query
+        query: Any = urlsplit(self.path).query
         if "list-type" in query:
             self.list(dict(part.partition("=")[::2] for part in query.split("&")))
             return

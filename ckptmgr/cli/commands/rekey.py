@@ -343,7 +343,7 @@ class KeyChanges:
 
 @contextlib.contextmanager
 def _held(one: Selected, *, is_changed: bool) -> Iterator[None]:
-    """Hold the folder of a checkpoint in the trash; while it is changed, nobody else moves it."""
+    """Hold the folder of a checkpoint in the trash; no other process moves it during the change."""
     if one.thrown_out_of is None:
         yield
         return

@@ -34,7 +34,7 @@ def counts_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) -> None:
-    """Give callbacks their counts; what is no count of a callback here is not set.
+    """Give callbacks their counts, and set nothing else.
 
     Raises:
         StateMismatch: They are of another number of callbacks, or of another kind.

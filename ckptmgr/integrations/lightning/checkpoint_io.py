@@ -254,7 +254,7 @@ def restored(
 ) -> dict[str, Any]:
     """Undo `storable`; the classes are those of omegaconf, so that a file names no others.
 
-    `given` are the hyper parameters of the program: what they have as an interpolation may be one.
+    `given` are the hyper parameters of the program: an interpolation in them may be one.
 
     Raises:
         UnsupportedCheckpoint: The file would bring another interpolation into a configuration, which

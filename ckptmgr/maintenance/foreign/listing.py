@@ -112,7 +112,7 @@ class DiskFolder:
     def real_file(self, name: str) -> tuple[Path, FileStatus] | None:
         """Return the path and the status of a file, or of that which a link in the tree leads to.
 
-        The cache of the Hub has only links; one that leads out of its tree is followed by nobody.
+        The cache of the Hub has only links; one that leads out of its tree is not followed.
         """
         path, status = self._path / name, self._entries.get(name)
         if status is not None and not (status.is_file or status.is_directory):
@@ -138,7 +138,7 @@ class DiskFolder:
         return text in (self._start_of(name, _MOST_TEXT_BYTES) or b"")
 
     def link(self, name: str) -> str | None:
-        """Return what a link leads to: a name in this directory, else a path."""
+        """Return the target of a link: a name in this directory, else a path."""
         status = self._entries.get(name)
         if status is None or status.is_file or status.is_directory:
             return None

@@ -73,7 +73,7 @@ class Folder(Protocol):
         ...
 
     def link(self, name: str) -> str | None:
-        """Return what a link leads to: a name in this directory, else a path; None for a file.
+        """Return the target of a link: a name in this directory, else a path; None for a file.
 
         Of a link that leads to nothing it is the base name: the directory may have been moved.
         """

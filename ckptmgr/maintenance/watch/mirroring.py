@@ -152,7 +152,7 @@ class MirrorState:
 
 
 def _key(one: Checkpoint) -> _Key:
-    """Return what a mirror has of a checkpoint besides its data: a change is brought there."""
+    """Return the parts of a checkpoint besides its data of which a mirror gets each change."""
     return (
         one.name,
         one.id or "",
