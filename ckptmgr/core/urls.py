@@ -23,9 +23,12 @@ _KNOWN_ELSEWHERE = (
 # What settings files leave before an address: spaces, quotes, brackets, marks of a byte order.
 _BEFORE = "[\\s\"'`<(\\[\ufeff\u200b-\u200f\u2060]*"
 _KNOWN = rf"(?:{'|'.join((*SCHEMES, *_KNOWN_ELSEWHERE))}):"
-_SCHEME = re.compile(rf"{_BEFORE}{_KNOWN}|(?!/).*/{_KNOWN}/", re.IGNORECASE | re.DOTALL)
+_SCHEME = re.compile(
+    rf"{_BEFORE}(?:{_KNOWN}|[a-z][a-z0-9+.-]+:/)|(?!/).*/{_KNOWN}/", re.IGNORECASE | re.DOTALL
+)
+_RESOLVED = re.compile(rf"/(?:{_KNOWN})/", re.IGNORECASE)  # an address made absolute as a path
 _SLASHES = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/+")
-_VARIABLE = re.compile(r"\$\{\w+\}|(?:^|/)\$\w+")
+_VARIABLE = re.compile(r"\$[A-Za-z_{(]")
 
 
 def is_url(path: object) -> bool:
@@ -49,7 +52,14 @@ def refuse_unexpanded(path: object) -> None:
     if not isinstance(text, str) or is_url(text):
         return
     has_home = os.path.expanduser(text) != text  # noqa: PTH111 - a Path raises for another user
-    if (has_home or _VARIABLE.search(text)) and not os.path.lexists(text):
+    if os.path.lexists(text):
+        return
+    if _RESOLVED.search(text):
+        raise ValueError(
+            f"the path {without_secrets(text)!r} is what a function of paths makes of an address: pass the address itself, "
+            "as a text; where such a folder is meant, make it first"
+        )
+    if has_home or _VARIABLE.search(text):
         function = "expanduser" if has_home else "expandvars"
         raise ValueError(
             f"the path {text!r} is not expanded, and would make a folder of that name; write os.path.{function}(...); "

@@ -112,7 +112,9 @@ def check_resume(
 ) -> Iterator[Finding]:
     """Open the newest checkpoint of each line of runs, and where it fails older ones."""
     level = Level.DEEP if is_deep else Level.QUICK
-    lines = lines_of([one for one in found if one.state not in (State.LEFTOVER, State.WRITING)])
+    finished = [one for one in found if one.state not in (State.LEFTOVER, State.WRITING)]
+    trusted = [one for one in finished if one.state is not State.OTHER_OWNER]
+    lines = lines_of(trusted or finished)
     if not lines:
         yield Finding(check="resume", grade="ok", message="nothing to resume: no checkpoint yet")
     for line in lines:

@@ -17,6 +17,7 @@ start. A rank that has read values of an earlier start sees another digest, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -27,9 +28,11 @@ from collections.abc import Callable
 from hashlib import blake2s
 from pathlib import Path
 
+from ckptmgr.core.urls import refuse_url
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem, discard
 from ckptmgr.io.leases import ProcProcesses
+from ckptmgr.io.owners import about_stranger, is_of_stranger
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.parallel.coordinator import (
     KeyValueCoordinator,
@@ -115,9 +118,11 @@ class SharedDirectory(KeyValueCoordinator):
         pause: Waits for some seconds.
 
     Raises:
-        ValueError: There is no such rank, or the session cannot be part of a path.
+        ValueError: There is no such rank, the session cannot be part of a path, or the directory is
+            an address, or a path that a shell should have expanded.
         RanksMissing: Some ranks did not come in time to agree on a session.
-        OSError: The directory cannot be created.
+        OSError: The directory cannot be created; or the folder of the session is a link, or of a
+            stranger.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class SharedDirectory(KeyValueCoordinator):
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
+        refuse_url(directory)
         disk = fs if fs is not None else OsFileSystem()
 
         def table(name: str) -> _Folder:
@@ -171,6 +177,11 @@ class _Folder:
         self._pause = pause
         self._token = ProcProcesses().token()
         fs.make_directory(path, mode=0o700)
+        status = fs.status(path)
+        if status is None or not status.is_directory:
+            raise NotADirectoryError(errno.ENOTDIR, "is a link or no directory", os.fspath(path))
+        if is_of_stranger(status, fs.status(path.parent)):
+            raise PermissionError(errno.EPERM, about_stranger(status), os.fspath(path))
 
     def put(self, key: str, value: bytes) -> None:
         # A failing directory counts as missing ranks: the storage then decides about the save.

@@ -21,6 +21,7 @@ from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.io.digest import check_range
 from ckptmgr.io.filesystem import OutputFile, discard
+from ckptmgr.io.owners import about_stranger, is_of_stranger
 from ckptmgr.objects.comparison import Difference, Side
 from ckptmgr.objects.directory import RemoteDirectory, data_key, entries_of
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, decode, manifest_name
@@ -146,6 +147,12 @@ def _fetched(source: RemoteDirectory, manifest: Manifest, entry: FileEntry, targ
     fs, digest = target.fs, entry.digest
     part = target.directory / f".{manifest.id[:32]}.{digest.total.hex()[:8]}.part"
     begun = fs.status(part)
+    if begun is not None and is_of_stranger(begun, fs.status(target.directory)):
+        raise UnsafeWrite(
+            f"is the beginning of this download, but {about_stranger(begun)}",
+            path=part,
+            hint="choose a directory that others cannot write to",
+        )
     is_begun = begun is not None and begun.size_bytes <= digest.size_bytes
     if begun is not None and not is_begun:
         discard(fs, part)

@@ -69,8 +69,10 @@ def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
     """Be the only process that changes an existing checkpoint, also of those that prune its series.
 
     Raises:
+        UnsafeWrite: It belongs to a stranger.
         StoreLocked: Another process is writing it, or its series.
     """
+    store.check_owner(checkpoint)
     series, name = checkpoint.series, checkpoint.name
     with ExitStack() as leases:
         if series != name:

@@ -312,6 +312,8 @@ class _Listing:
             if name.endswith(SUFFIX) and name[0] != ".":
                 if not (self._is_alone or is_checkpoint_name(name.removesuffix(SUFFIX))):
                     continue
+                if self._is_beside_own_data(name, status):
+                    continue
                 one = self._known.get(name) or self._from_manifest(name, status)
                 if isinstance(one, LoneManifest):
                     lone.append(one)
@@ -320,7 +322,7 @@ class _Listing:
             elif name[0] == ".":
                 if parse_temp(name) is not None:
                     found.append(self._from_temp(name, status))
-            elif manifest_name(name) in entries or parse_shard_name(name) is not None:
+            elif parse_shard_name(name) is not None or self._is_described(name):
                 continue
             elif (
                 name.endswith(DATA_SUFFIXES)
@@ -335,6 +337,18 @@ class _Listing:
 
     def _is_of_stranger(self, status: FileStatus) -> bool:
         return is_of_stranger(status, self._at)
+
+    def _is_described(self, data_name: str) -> bool:
+        name = manifest_name(data_name)
+        manifest = self._entries.get(name)
+        return manifest is not None and not self._is_beside_own_data(name, manifest)
+
+    def _is_beside_own_data(self, name: str, manifest: FileStatus) -> bool:
+        """Return whether a stranger put a manifest beside the data of a trusted user."""
+        if self._files.trust.can_prove or not self._is_of_stranger(manifest):
+            return False
+        data = self._entries.get(name.removesuffix(SUFFIX))
+        return data is not None and not self._is_of_stranger(data)
 
     def _judged(self, found: Checkpoint, status: FileStatus) -> Checkpoint:
         """Return a checkpoint, which decides nothing where neither owner nor keys vouch for it."""

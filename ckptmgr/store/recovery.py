@@ -69,8 +69,9 @@ def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> 
             if parts is None or any(is_temp_of(name, one) for one in kept):
                 continue
             if processes.is_dead(parts[0]) is True:
-                unlink_if_present(fs, directory / name)
-                done.append(f"removed {name}, left by an interrupted save")
+                with contextlib.suppress(PermissionError):  # of a stranger, in a sticky directory
+                    unlink_if_present(fs, directory / name)
+                    done.append(f"removed {name}, left by an interrupted save")
     return done
 
 
@@ -150,10 +151,8 @@ class _Recovery:
         False where the data is missing or may still come.
         """
         lone = LoneManifest(manifest)
-        temps = (temp for temp in entries if is_temp_of(temp, manifest.name))
-        if any(
-            self._is_dead_temp(temp) and lone.is_completed_by(self._files, temp) for temp in temps
-        ):
+        temps = (temp for temp in self._dead_temps if is_temp_of(temp, manifest.name))
+        if any(lone.is_completed_by(self._files, temp) for temp in temps):
             return True
         changed_ns = entries[manifest_name(manifest.name)].changed_ns
         newer = lone.newer_in(self._present())

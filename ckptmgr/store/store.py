@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, Pin
+from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint, Pin, State
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import (
@@ -312,12 +312,23 @@ class Store:
         self.update_manifest(changed)
         return changed
 
+    def check_owner(self, checkpoint: Checkpoint) -> None:
+        """Raise UnsafeWrite for a checkpoint of a stranger: rewritten by this user it would count."""
+        if checkpoint.state is State.OTHER_OWNER:
+            raise UnsafeWrite(
+                f"{checkpoint.problem}; written again it would be yours, and count",
+                path=checkpoint.path,
+                hint="look at what it holds; if it is right, chown it, its manifest included, to yourself",
+            )
+
     def check_rewritable(self, checkpoint: Checkpoint) -> None:
         """Raise unless the manifest of a checkpoint, if any, can be rewritten with the same proofs.
 
         Raises:
+            UnsafeWrite: It belongs to a stranger.
             KeyProblem: It is authenticated or signed, and the key for that is missing.
         """
+        self.check_owner(checkpoint)
         lost = self.lost_by_rewriting(checkpoint.name)
         if lost is not None:
             option = "--key" if lost == "authenticated" else "--signing-key"

@@ -29,6 +29,7 @@ from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, U
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.shard_names import is_checkpoint_name, parse_shard_name
 from ckptmgr.io.filesystem import FileSystem, unlink_if_present
+from ckptmgr.io.owners import is_of_stranger
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.manifest.codec import SUFFIX, files_of, manifest_name
@@ -232,10 +233,17 @@ def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack)
 
 
 def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the names of checkpoints that the directory already has."""
-    return [
-        c.name for c in checkpoints if store.fs.status(store.directory / files_of(c)[0]) is not None
-    ]
+    """Return the names of checkpoints that the directory already has, or a stranger has taken."""
+    at = store.fs.status(store.directory)
+
+    def is_taken(checkpoint: Checkpoint) -> bool:
+        first, others = files_of(checkpoint)
+        if store.fs.status(store.directory / first) is not None:
+            return True
+        rest = (store.fs.status(store.directory / name) for name in others)
+        return any(one is not None and is_of_stranger(one, at) for one in rest)
+
+    return [one.name for one in checkpoints if is_taken(one)]
 
 
 def series_of(store: Store, checkpoint: Checkpoint) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.owners import is_of_stranger
 
 TRASH_NAME = ".ckptmgr-trash"
 DEFAULT_GRACE = timedelta(hours=24)
@@ -50,7 +51,7 @@ def batch_folders(
     """Return the folders of the batches and their times, oldest first; ignore other entries."""
     trash = directory / name
     status = fs.status(trash)
-    if status is None or not status.is_directory:
+    if status is None or not status.is_directory or is_of_stranger(status, fs.status(directory)):
         return []
     try:
         with held_trash(fs, directory, name=name):

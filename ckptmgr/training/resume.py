@@ -281,6 +281,7 @@ def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
             one.checkpoint
             for one in skipped
             if one.checkpoint.is_bare
+            and one.checkpoint.state is not State.OTHER_OWNER
             and not one.is_damaged
             and (trust.is_strict or one.checkpoint.epoch is not None)
         ]

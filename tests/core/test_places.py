@@ -17,6 +17,7 @@ from ckptmgr import CheckpointManager, Mirror, ModelCheckpoint
 from ckptmgr.core.urls import SCHEMES, is_url
 from ckptmgr.event_log import JsonLinesObserver
 from ckptmgr.observe.events import Event
+from ckptmgr.parallel import SharedDirectory
 from tests.cli.running import run
 
 STATE = {"w": np.zeros(3)}
@@ -37,6 +38,9 @@ _MEANT_AS_ADDRESSES = [
     "abfss://c@account/run",
     "runs/s3://bkt/run",
     "file:run",
+    "runs:/a",
+    "tos:/bkt/run",
+    "weird+scheme:/run",
 ]
 _NOT_EXPANDED = [
     "~/run",
@@ -67,8 +71,10 @@ _SURFACES: list[Callable[[str], object]] = [
     lambda text: ckptmgr.load_state(f"{text}/net.ckpt"),
     lambda text: ckptmgr.export_weights("x.ckpt", text),
     note_event,
+    lambda text: SharedDirectory(f"{text}/meeting", rank=0, world=1, session="a"),
 ]
-_IDS = ["run", "run of a Path", "callback", "save_state", "save_checkpoint", "load_state", "export", "events"]  # fmt: skip
+_IDS = ["run", "run of a Path", "callback", "save_state", "save_checkpoint", "load_state"]
+_IDS += ["export", "events", "ranks"]
 
 
 @pytest.mark.parametrize("surface", _SURFACES, ids=_IDS)
@@ -126,7 +132,7 @@ def test_folder_that_was_made_under_such_a_name_is_still_taken(
 
 
 @pytest.mark.parametrize(
-    "text", ["runs/a~b", "a:b/run", "run$1x$", "s3/run", "gs", "~nobody-here/run"]
+    "text", ["runs/a~b", "a:b/run", "run$1x$", "s3/run", "gs", "~nobody-here/run", "price$5"]
 )
 def test_path_with_such_characters_is_a_path(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,3 +188,14 @@ def test_directory_with_the_name_of_a_checkpoint_is_taken(tmp_path: Path) -> Non
     directory.mkdir()
     save(str(directory))
     assert os.listdir(directory)
+
+
+@pytest.mark.parametrize("text", ["s3://bkt/run", "gs://bkt/run"])
+def test_address_that_a_function_of_paths_made_absolute_is_refused(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for made in (os.path.abspath(text), Path(text).resolve(), Path(text).absolute()):
+        with pytest.raises(ValueError, match="pass the address itself"):
+            save(made)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

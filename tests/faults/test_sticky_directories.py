@@ -16,13 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, load_state
 from ckptmgr.core.model import State
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.parallel import SharedDirectory
 from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.training.resume import Resumption
 from tests.cli.running import run
-from tests.support.planted import describing, plant, plant_temp
+from tests.remote.buckets import new_url
+from tests.support.planted import dead_token, describing, plant, plant_temp
 from tests.support.saved import KEY
 from tests.support.users import GROUP, USER, as_user
 
@@ -268,3 +271,128 @@ def test_what_a_stranger_adds_removes_nothing_of_others(shared: Path) -> None:
         assert own_steps(runs) == left
 
     holds()
+
+
+def test_manifest_of_a_stranger_beside_a_file_of_its_owner_is_passed_over(shared: Path) -> None:
+    user_trains(shared, 1)
+    bare = shared / "lenet-1_1.ckpt"
+    bare.write_bytes(content_of(shared, 1))
+    os.chown(bare, USER, GROUP)
+    os.chmod(bare, 0o400)
+    _, described = plant(shared, "lenet-1_1.ckpt", b"another content" * 20, by=STRANGER)
+    bare.unlink()
+    bare.write_bytes(content_of(shared, 1))
+    os.chown(bare, USER, GROUP)
+    for act in ("verify", "watch"):
+        arguments = ["--once"] if act == "watch" else ["--yes"]
+        run(act, shared, "--quarantine", *arguments)
+        assert bare.read_bytes() == content_of(shared, 1)
+    assert load_state(bare)["w"].shape == (8,)  # type: ignore[index]
+    assert described.exists()
+
+
+def test_checkpoint_of_a_stranger_is_not_rewritten_as_ones_own(shared: Path) -> None:
+    user_trains(shared, 1)
+    plant_copies(shared, 100)
+    path = shared / "net-100.ckpt"
+    for command in (
+        ("tag", path, "best"),
+        ("pin", path),
+        ("convert", shared, "--compression", "zstd"),
+    ):
+        done = run(*command)
+        assert done.exit_code != 0, done.output
+        assert "written again it would be yours" in done.stderr
+    assert path.stat().st_uid == STRANGER
+    assert train(shared).step == 1
+
+
+def test_temporary_file_of_a_stranger_ends_no_manifest_whose_data_is_missing(shared: Path) -> None:
+    user_trains(shared, 1, 2)
+    content = content_of(shared, 2)
+    (shared / "net-2.ckpt").unlink()
+    temp = shared / temp_name("net-2.ckpt", token=dead_token(), series="net")
+    temp.write_bytes(content)
+    os.chown(temp, STRANGER, -1)
+    found: Any = as_user(lambda: [train(shared).doubt])
+    assert "net-2.ckpt" in found[0]
+    assert (shared / manifest_name("net-2.ckpt")).exists()
+
+
+def test_trash_of_a_stranger_hides_no_missing_data(shared: Path) -> None:
+    user_trains(shared, 1, 2)
+    (shared / "net-2.ckpt").unlink()
+    trash = shared / ".ckptmgr-trash"
+    trash.mkdir()
+    os.chown(trash, STRANGER, -1)
+    states = {one.step: one.state for one in Store(shared).scan()}
+    assert states == {1: State.OK, 2: State.MISSING}
+
+
+def test_checkpoints_of_other_tools_of_a_stranger_take_no_place(shared: Path) -> None:
+    def make(*steps: int, by: int) -> None:
+        for step in steps:
+            folder = shared / f"checkpoint-{step}"
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+            (folder / "trainer_state.json").write_text(f'{{"global_step": {step}}}')
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, by, -1)
+
+    make(10, 20, 30, by=USER)
+    make(98, 99, by=STRANGER)
+    done = run("prune", shared, "--keep", "last(2)", "--yes")
+    assert done.exit_code == 0, done.stderr
+    left = {path.name for path in shared.glob("checkpoint-*")}
+    assert left == {f"checkpoint-{step}" for step in (20, 30, 98, 99)}
+
+
+def test_folder_of_a_session_that_a_stranger_made_is_refused(shared: Path) -> None:
+    folder = shared / "job-1"
+    folder.mkdir()
+    os.chown(folder, STRANGER, -1)
+    with pytest.raises(PermissionError, match=f"belongs to uid {STRANGER}"):
+        SharedDirectory(shared, rank=0, world=2, session="job-1")
+    (shared / "job-2").symlink_to(folder)
+    with pytest.raises(NotADirectoryError, match="is a link"):
+        SharedDirectory(shared, rank=0, world=2, session="job-2")
+
+
+def test_bare_file_of_a_stranger_stops_no_fresh_run(shared: Path) -> None:
+    train(shared.parent / "elsewhere", 1)
+    bare = shared / "net-1_1.ckpt"
+    bare.write_bytes((shared.parent / "elsewhere/net-1.ckpt").read_bytes())
+    os.chown(bare, STRANGER, -1)
+    assert train(shared, 1).step == 0
+
+
+def test_doctor_names_the_checkpoint_that_a_resume_takes(shared: Path) -> None:
+    user_trains(shared, 1)
+    plant_copies(shared, 100)
+    assert "net-1.ckpt (step 1) loads" in run("doctor", shared).stdout
+
+
+def test_undo_passes_over_a_name_that_a_stranger_took(shared: Path) -> None:
+    user_trains(shared, 1, 2, 3)
+    assert run("prune", shared, "--keep", "last(1)", "--yes").exit_code == 0
+    taken = shared / manifest_name("net-2.ckpt")
+    taken.write_text("{}")
+    os.chown(taken, STRANGER, -1)
+    run("prune", shared, "--undo")
+    assert own_steps(shared) == [1, 3]
+
+
+def test_beginning_of_a_download_that_a_stranger_put_there_is_refused(shared: Path) -> None:
+    elsewhere = shared.parent / "elsewhere"
+    train(elsewhere, 1)
+    url = new_url()
+    assert run("copy", elsewhere, url).exit_code == 0
+    manifest = Store(elsewhere).read_manifest("net-1.ckpt")
+    assert manifest is not None
+    part = shared / f".{manifest.id[:32]}.{manifest.file.digest.total.hex()[:8]}.part"
+    part.write_bytes((elsewhere / "net-1.ckpt").read_bytes())
+    os.chown(part, STRANGER, -1)
+    done = run("copy", url, shared)
+    assert done.exit_code != 0
+    assert f"belongs to uid {STRANGER}" in done.stderr
+    assert not (shared / "net-1.ckpt").exists()

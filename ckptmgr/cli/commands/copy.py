@@ -14,7 +14,7 @@ import click
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, report
 from ckptmgr.cli.render import Output
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsafeWrite
 from ckptmgr.core.sizes import size_text
 from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
@@ -121,6 +121,7 @@ def _copied(
 
 
 def _upload(one: Selected, *, target: Path) -> _Copied:
+    from ckptmgr.core.shard_names import is_checkpoint_name
     from ckptmgr.objects.directory import RemoteDirectory, Uploaded
     from ckptmgr.objects.requests import open_objects
 
@@ -129,6 +130,12 @@ def _upload(one: Selected, *, target: Path) -> _Copied:
             "has no manifest, without which an object store holds no checkpoint",
             path=one.checkpoint.path,
             hint="upload the file itself with the tool of the store",
+        )
+    if not is_checkpoint_name(one.checkpoint.name):
+        raise UnsafeWrite(
+            "no checkpoint of a directory or prefix has such a name, so no copy of it would be listed",
+            path=one.checkpoint.path,
+            hint="rename it before it is saved, or save it there: save_state(state, URL)",
         )
     directory = RemoteDirectory(open_objects(str(target)), clock=time.time)
     uploaded = directory.upload(one.store, one.checkpoint.name)

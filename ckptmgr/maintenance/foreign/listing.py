@@ -16,6 +16,7 @@ from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileStatus, FileSystem
+from ckptmgr.io.owners import about_stranger, is_of_stranger
 from ckptmgr.maintenance.foreign.layouts import (
     HUB,
     LAYOUTS,
@@ -253,6 +254,10 @@ def _measured(
 ) -> ForeignCheckpoint:
     path = directory / one.name
     size_bytes, modified_at = _measure(fs, path, is_deep=one.layout is not HUB)
+    state, problem = State.COMPLETE if one.problem is None else State.INCOMPLETE, one.problem
+    status = fs.status(path)
+    if status is not None and is_of_stranger(status, fs.status(directory)):
+        state, problem = State.OTHER_OWNER, about_stranger(status)
     checkpoint = Checkpoint(
         path=path,
         series=one.layout.tool,
@@ -260,8 +265,8 @@ def _measured(
         step=one.step or 0,
         saved_at=modified_time(modified_at),
         size_bytes=size_bytes,
-        state=State.COMPLETE if one.problem is None else State.INCOMPLETE,
-        problem=one.problem,
+        state=state,
+        problem=problem,
         metrics=one.metrics,
         has_step=one.step is not None,
     )

@@ -14,6 +14,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.io.files import NoRegularFile
 from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.owners import is_of_stranger
 from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
@@ -74,7 +75,21 @@ class ManifestReader:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
                 another key; or the data file is a link.
         """
+        if self._is_of_stranger_alone(data_name):
+            return None
         return self._proven(data_name, self._content_of(data_name), is_bare_taken=is_bare_taken)
+
+    def _is_of_stranger_alone(self, data_name: str) -> bool:
+        """Return whether a stranger put a manifest, which no key proves, beside data of others."""
+        if self.trust.can_prove:
+            return False
+        manifest = self.fs.status(self.directory / manifest_name(data_name))
+        if manifest is None or manifest.owner is None:
+            return False
+        at = self.fs.status(self.directory)
+        data = self.fs.status(self.directory / data_name)
+        is_alone = data is not None and not is_of_stranger(data, at)
+        return is_alone and is_of_stranger(manifest, at)
 
     def read_listed(self, path: Path) -> Manifest | Checkpoint | None:
         """As `read` for the data file `path`, but return the checkpoint of a plain manifest at once.
