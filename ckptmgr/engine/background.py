@@ -65,6 +65,7 @@ class _Job(NamedTuple):
     staged: Staged
     finish: Callable[[], Checkpoint]
     submitted_at: float
+    is_of_on_error: bool = False  # whether `on_error` asked for it, which would be called again
 
 
 class BackgroundSaver:
@@ -150,7 +151,7 @@ class BackgroundSaver:
                 # Without the last steps; the save may report it before this returns.
                 handle.stats.blocked_s = now - started
                 work = partial(finish, staged, handle.stats)
-                self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
+                self._enqueue(_Job(handle, staged, work, now, self._is_own_thread()))
             except BaseException:
                 self._give_up(staged)
                 raise
@@ -296,10 +297,12 @@ class BackgroundSaver:
         if isinstance(outcome, Checkpoint):
             job.handle.durable.set_result(outcome)
             return
-        if self._policy.action == "raise":
+        is_kept = job.is_of_on_error or self._policy.action == "raise"
+        if is_kept:
             self._keep(outcome)
         job.handle.durable.set_exception(outcome)
-        self._deliver(outcome)
+        if not job.is_of_on_error:
+            self._deliver(outcome)
 
     def _attempt(self, job: _Job) -> Checkpoint | Exception:
         failure: Exception = SaveFailed("not attempted")

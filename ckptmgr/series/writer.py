@@ -551,6 +551,8 @@ class SeriesWriter:
                 needed = [one for one in decided.kept if one.is_countable][:1]
                 enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
                 dropped = _oldest(decided.dropped, enough) if needed else []
+                if sum(one.size_bytes for one in dropped) < (full.missing_bytes or 0):
+                    return False  # it would not fit all the same
                 failures = self._remove(dropped, present, needed=needed, is_after_save=False)
                 left = {one.path for one in self.listing.scan()} if dropped else ()
                 gone = [one for one in dropped if one.path not in left]

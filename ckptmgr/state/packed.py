@@ -13,6 +13,7 @@ import json
 
 import numpy as np
 
+from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import dtype_of
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.file_crc import crc32
@@ -22,8 +23,18 @@ from ckptmgr.state.tree import flatten, unflatten
 
 
 def pack(state: object) -> str:
-    """Return the ASCII text of a state; raises UnsupportedState as `tree.flatten`."""
+    """Return the ASCII text of a state.
+
+    Raises:
+        UnsupportedState: As `tree.flatten`; or `unpack` would refuse it for its memory.
+    """
     flat = flatten(state)
+    try:
+        check_memory(flat.skeleton, what="its text", most_bytes=most_memory())
+    except ValueError as error:
+        raise UnsupportedState(
+            f"it has too many values: {error}", hint="hold many numbers in an array"
+        ) from None
     tensors = {
         tensor.spec.name: [
             tensor.spec.dtype.name,

@@ -868,3 +868,21 @@ def test_noise_from_a_global_generator_is_no_other_batch(
 
     assert run(tmp_path / "cut", [3, PER_EPOCH]) == run(tmp_path / "uncut", [PER_EPOCH])
     assert "is another than in the saved run" not in caplog.text
+
+
+@pytest.mark.slow
+def test_loader_with_more_values_than_a_resume_takes_is_refused_by_the_save(tmp_path: Path) -> None:
+    class Large:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(PER_EPOCH))
+
+        def state_dict(self) -> dict[str, object]:
+            return {"order": list(range(7_000_000))}
+
+        def load_state_dict(self, state: dict[str, object]) -> None:
+            raise AssertionError
+
+    with saving(tmp_path) as manager:
+        next(iter(manager.batches(Large())))
+        with pytest.raises(UnsupportedState, match="too many values"):
+            manager.save(1, {"n": 1})

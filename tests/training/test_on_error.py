@@ -12,7 +12,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
 from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import SaveFailed, StagingExhausted
+from ckptmgr.core.errors import SaveFailed, StagingExhausted, StoreFull
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import WORLD, Clock, Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
@@ -233,3 +233,23 @@ def test_state_that_cannot_be_staged_is_a_failure_like_any_other(tmp_path: Path)
         manager.save(2, {"w": np.ones(1)})
     assert [type(one) for one in failures] == [StagingExhausted]
     assert [one.step for one in manager.checkpoints()] == [2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_function_that_saves_on_a_broken_disk_is_called_once(tmp_path: Path, mode: Any) -> None:
+    disk = BrokenDisk()
+    calls: list[str] = []
+
+    def again(error: BaseException) -> None:
+        calls.append(type(error).__name__)
+        manager.save(50 + len(calls), {"w": np.ones(4)})
+
+    config = CheckpointConfig(async_save=mode, on_error=again)
+    manager = CheckpointManager(tmp_path, config, fs=disk)
+    with pytest.raises(StoreFull):  # noqa: PT012
+        disk.failures = 1_000_000
+        manager.save(1, {"w": np.ones(4)})
+        manager.wait()
+    disk.failures = 0
+    assert len(calls) == 1
+    manager.close()

@@ -197,3 +197,14 @@ def test_ranks_make_room_before_a_save(tmp_path: Path) -> None:
     outcomes = run_ranks(meeting, work("last(2)", range(1, 4)))
     steps = outcomes[0].must()
     assert len(steps) == 3
+
+
+def test_nothing_goes_where_the_save_would_not_fit_all_the_same(tmp_path: Path) -> None:
+    disk = full_disk()
+    before = filled(tmp_path, disk)
+    config = CheckpointConfig(keep="last(1)")
+    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+        manager.resume(state())
+        with pytest.raises(StoreFull):
+            manager.save(100, {"w": np.zeros(16 * MIB // 8)})
+    assert steps_in(tmp_path) == before
