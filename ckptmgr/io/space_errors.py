@@ -66,8 +66,8 @@ def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
         f"the file system has no inodes left ({error.strerror}): each file takes one, however small; "
         f"{'unknown' if free is None else free} bytes are free",
         path=path,
-        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i);"
-        f" {_WAY_OUT}",
+        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i), by"
+        f" hand at first, because a removal takes a lease, which is a file; then {_WAY_OUT}",
     )
     full.errno = error.errno
     return full
