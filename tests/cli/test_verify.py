@@ -368,3 +368,16 @@ def test_quick_check_reads_a_header_that_is_longer_than_the_head_of_the_file(
     flip(path, (1 << 14) + 100)  # in the header
     result = run("verify", tmp_path, "--quick")
     assert (result.exit_code, "damaged" in result.stdout) == (1, True)
+
+
+def test_checkpoints_of_several_directories_are_shown_with_their_paths(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        save_run(tmp_path / name, [1])
+    flip(tmp_path / "b/net-1_1.ckpt", 20)
+    lines = run("verify", "a", "b").stdout.splitlines()
+    assert lines[0].split()[:2] == ["ok", "a/net-1_1.ckpt"]
+    assert lines[1].split()[:2] == ["damaged", "b/net-1_1.ckpt:"]
+    assert run("verify", "a").stdout.split()[:2] == ["ok", "net-1_1.ckpt"]

@@ -211,7 +211,11 @@ def verify_command(
                 note(f"{theirs.checkpoint.name} stays: what another tool wrote is not moved")
             yield answer
 
-    code = _show(output, answers(), depth.value, expected, bundles, moved, is_in_lines=jsonl)
+    directories = {one.store.directory for one in selected} | {
+        store.directory for store, _ in foreign
+    }
+    root = directories.pop() if len(directories) == 1 else None
+    code = _show(output, answers(), depth.value, expected, bundles, moved, root, is_in_lines=jsonl)
     failed = report_all(failures, is_partial=True, as_json=output.is_json)
     return code or failed
 
@@ -299,9 +303,11 @@ def _show(
     expected: Expected,
     bundles: Sequence[Path],
     moved: Mapping[Path, Path | Exception],
+    root: Path | None,
     *,
     is_in_lines: bool,
 ) -> int:
+    """Show the answers; `root` is the directory of all, None where there are several."""
     from ckptmgr.maintenance.json_fields import verification_json, verify_summary
     from ckptmgr.maintenance.verdict import EXIT_CODES
 
@@ -313,7 +319,7 @@ def _show(
         elif output.is_quiet and answer.status.value not in _SOUND:
             output.paths([answer.checkpoint.path])
         elif output.is_text:
-            _print(output, answer)
+            _print(output, answer, root)
             into = moved.get(answer.checkpoint.path)
             if isinstance(into, Path):
                 output.line(f"  moved to {into.relative_to(answer.checkpoint.path.parent)}")
@@ -354,8 +360,12 @@ def _show(
     return next((code for status, code in EXIT_CODES.items() if counts[status.value]), Exit.DONE)
 
 
-def _print(output: Output, answer: Verification) -> None:
-    parts = [f"  {answer.checkpoint.name}"]
+def _print(output: Output, answer: Verification, root: Path | None) -> None:
+    path = answer.checkpoint.path
+    is_beside = path.parent == root
+    parts = [
+        f"  {path.name if is_beside else os.path.relpath(path) if path.is_absolute() else path}"
+    ]
     if answer.problems:
         parts.append(f": {'; '.join(answer.problems)}")
     elif answer.checked:
