@@ -46,7 +46,7 @@ def is_url(path: object) -> bool:
 def refuse_unexpanded(path: object) -> None:
     """Raise ValueError for a path that a shell should have expanded: `~/run`, `${HOME}/run`.
 
-    >>> refuse_unexpanded("runs/~a$b")
+    >>> refuse_unexpanded("runs/~a-5$")
     """
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str) or is_url(text):
