@@ -78,11 +78,14 @@ class Bench:
         command = WORKS[self.name].command(self.disk)
         return straced(command, self.folder / "log", *options, is_offset=is_offset)
 
-    def inject(self, call: Call, fault: str, *, is_offset: bool = True) -> Straced:
-        """Do the work with a fault in one call."""
+    def inject(
+        self, call: Call, fault: str, *, is_offset: bool = True, is_lasting: bool = False
+    ) -> Straced:
+        """Do the work with a fault in one call, or in it and all later ones of its name."""
+        when = f"{call.number}+" if is_lasting else f"{call.number}"
         met: list[str] = []
         for _ in range(3):  # threads may do their shares in another order
-            options = ("-e", f"inject={call.name}:{fault}:when={call.number}")
+            options = ("-e", f"inject={call.name}:{fault}:when={when}")
             done = self.run(*options, is_offset=is_offset)
             met = done.met(fault)
             if is_among(call, met):
@@ -223,9 +226,18 @@ def test_failed_sync_after_the_commit_is_reported_and_the_file_stays(bench: Benc
 @each_saver
 def test_error_of_a_full_disk_names_the_bytes(bench: Bench) -> None:
     (reserved,) = (call for call in bench.calls if call.kind == "reserve")
-    done = bench.inject(reserved, "error=ENOSPC")
+    done = bench.inject(reserved, "error=ENOSPC", is_lasting=True)
     assert "StoreFull" in done.output
     assert "bytes needed" in done.output
+
+
+@each_saver
+def test_save_on_a_disk_that_retention_makes_room_on_is_whole(bench: Bench) -> None:
+    (reserved,) = (call for call in bench.calls if call.kind == "reserve")
+    done = bench.inject(reserved, "error=ENOSPC")
+    assert done.is_acknowledged
+    assert "to make room, removed" in done.output
+    check_directory(bench.disk / "run", must={2, 3}, may=set())
 
 
 @pytest.mark.parametrize("mode", SAVERS)
