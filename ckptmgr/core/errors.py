@@ -140,10 +140,12 @@ class StoreLocked(CkptmgrError):
 class StoreFull(CkptmgrError, OSError):
     """Report that the disk has not enough free space for a save.
 
-    `missing_bytes` says how much, where that was known before anything was written; else 0.
+    `missing_bytes` says how much less the file system reports than the save needs; 0 where it
+    reports enough, as with a quota, or nothing. `was_begun` says whether writing found out.
     """
 
     missing_bytes = 0
+    was_begun = False
 
 
 class StagingExhausted(CkptmgrError, MemoryError):

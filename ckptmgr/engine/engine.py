@@ -545,8 +545,7 @@ def _written(begun: Begun, write: Callable[[], Manifest], *, can_repeat: bool) -
         try:
             return write()
         except StoreFull as error:
-            was_begun = not error.missing_bytes
-            if (was_begun and not can_repeat) or not begun.make_room(error):
+            if (error.was_begun and not can_repeat) or not begun.make_room(error):
                 raise
 
 

@@ -109,7 +109,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     if isinstance(error, CorruptCheckpoint):
         described |= {"offset": error.offset, "tensor": error.tensor}
     if isinstance(error, StoreFull):
-        described["missing_bytes"] = error.missing_bytes
+        described |= {"missing_bytes": error.missing_bytes, "was_begun": error.was_begun}
     if isinstance(error, OSError):
         filename = None if error.filename is None else str(error.filename)
         described |= {"errno": error.errno, "strerror": error.strerror, "filename": filename}
@@ -156,4 +156,5 @@ def _rebuild_ours(kind: type[CkptmgrError], described: dict[str, Any]) -> Ckptmg
         error.errno = described.get("errno")
     if isinstance(error, StoreFull):
         error.missing_bytes = int(described.get("missing_bytes", 0))
+        error.was_begun = bool(described.get("was_begun", False))
     return error

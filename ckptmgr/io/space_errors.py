@@ -31,9 +31,13 @@ def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
     return error
 
 
-def frees(error: StoreFull) -> bool:
-    """Return whether removed files make room: of a disk or a quota, not of the longest file."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+def is_helped_by_removal(error: StoreFull) -> bool:
+    """Return whether removed files make room: bytes are missing, of the disk or of a quota.
+
+    A disk that refuses a write and reports room for it lacks something else (metadata, a set of
+    reserved blocks, a faulty device), and the longest file stays the longest.
+    """
+    return error.errno == errno.EDQUOT or error.missing_bytes > 0
 
 
 def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
@@ -54,7 +58,9 @@ def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OS
             path=path,
             hint=f"the previous checkpoints are intact; {_WAY_OUT}",
         )
-        full.errno = error.errno
+        full.errno, full.was_begun = error.errno, True
+        if error.errno == errno.ENOSPC and free is not None:
+            full.missing_bytes = max(0, needed - free)
         return full
     if error.filename is None:
         return type(error)(error.errno, error.strerror, str(path))

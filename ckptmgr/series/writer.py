@@ -34,7 +34,7 @@ from ckptmgr.files.save.job import (
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
-from ckptmgr.io.space_errors import frees
+from ckptmgr.io.space_errors import is_helped_by_removal
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
@@ -79,7 +79,9 @@ class BegunSave:
     def make_room(self, error: StoreFull) -> bool:
         """Remove the checkpoints that the policy of the job drops; return whether the write may be tried again."""
         retention = self._job.retention
-        return retention is not None and frees(error) and self._writer.make_room(retention, error)
+        if retention is None or not is_helped_by_removal(error):
+            return False
+        return self._writer.make_room(retention, error)
 
     def abandon(self, error: Exception) -> None:
         """Record that the save failed; it left no file."""

@@ -156,6 +156,11 @@ def test_missing_bytes_of_a_full_disk_arrive() -> None:
     arrived = rebuild_error(describe_error(not_enough_space(Path("/run"), 12, 5)))
     assert isinstance(arrived, StoreFull)
     assert (arrived.missing_bytes, arrived.errno) == (7, errno.ENOSPC)
+    assert not arrived.was_begun
+    arrived.was_begun = True
+    again = rebuild_error(describe_error(arrived))
+    assert isinstance(again, StoreFull)
+    assert again.was_begun
 
 
 @pytest.mark.parametrize("kind", [MemoryError, RuntimeError, TypeError, ValueError])

@@ -234,7 +234,7 @@ def test_error_of_a_full_disk_names_the_bytes(bench: Bench) -> None:
 @each_saver
 def test_save_on_a_disk_that_retention_makes_room_on_is_whole(bench: Bench) -> None:
     (reserved,) = (call for call in bench.calls if call.kind == "reserve")
-    done = bench.inject(reserved, "error=ENOSPC")
+    done = bench.inject(reserved, "error=EDQUOT")
     assert done.is_acknowledged
     assert "to make room, removed" in done.output
     check_directory(bench.disk / "run", must={2, 3}, may=set())

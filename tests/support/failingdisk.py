@@ -63,8 +63,9 @@ class FailingDisk:
         operation: Count only calls of this method (see POSSIBLE_ERRORS); None counts all.
         call: Fail at this call, from 1; None never fails.
         is_lasting: Whether all later calls that count fail too.
-        space_bytes: How much may be written before ENOSPC; None for no limit. Removed and replaced files
-            give theirs back.
+        space_bytes: How much may be written before `space_error`; None for no limit. Removed and replaced
+            files give theirs back.
+        space_error: The errno of a write without space: EDQUOT is a quota, which `free_bytes` does not show.
 
     Attributes:
         calls: Names of the operations so far.
@@ -80,6 +81,7 @@ class FailingDisk:
         call: int | None = None,
         is_lasting: bool = False,
         space_bytes: int | None = None,
+        space_error: int = errno.ENOSPC,
     ) -> None:
         if operation is not None and operation not in POSSIBLE_ERRORS:
             raise ValueError(f"no such operation: {operation}")
@@ -91,6 +93,7 @@ class FailingDisk:
         self._call = call
         self._is_lasting = is_lasting
         self._space_bytes = space_bytes
+        self._space_error = space_error
         self._mutex = threading.Lock()
 
     @property
@@ -188,7 +191,8 @@ class FailingDisk:
         """Return the space that is left."""
         self._meet("free_bytes", path)
         really_free = self._disk.free_bytes(path)
-        return really_free if self._space_bytes is None else self._space_bytes
+        is_shown = self._space_bytes is not None and self._space_error == errno.ENOSPC
+        return self._space_bytes if is_shown else really_free
 
     def free_inodes(self, path: Path) -> int | None:
         """Return how many files there may still be."""
@@ -231,6 +235,9 @@ class FailingDisk:
             if self._space_bytes is not None:
                 self._space_bytes += size_bytes
 
+    def _no_space(self, path: Path) -> OSError:
+        return OSError(self._space_error, os.strerror(self._space_error), str(path))
+
     def _size_of(self, path: Path) -> int:
         status = self._disk.status(path)
         return status.size_bytes if status is not None and status.is_file else 0
@@ -251,7 +258,7 @@ class _FailingOutput:
         lacking = self._grow(offset + view.nbytes)
         self._file.write_at(offset, view[: max(0, view.nbytes - lacking)])
         if lacking:
-            raise _no_space(self._path)
+            raise self._disk._no_space(self._path)
 
     def reserve(self, size_bytes: int) -> None:
         self._disk._meet("reserve", self._path)
@@ -259,7 +266,7 @@ class _FailingOutput:
         if self._grow(size_bytes):
             self._disk._give_back(self._size_bytes - before)
             self._size_bytes = before
-            raise _no_space(self._path)
+            raise self._disk._no_space(self._path)
         self._file.reserve(size_bytes)
 
     def _grow(self, size_bytes: int) -> int:
@@ -294,10 +301,6 @@ class _FailingInput:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _no_space(path: Path) -> OSError:
-    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.core.errors import StoreFull
+from ckptmgr.core.errors import SaveFailed, StoreFull
 from ckptmgr.io.filesystem import OsFileSystem
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.failingdisk import FailingDisk
@@ -145,16 +147,26 @@ def test_quota_that_shows_only_while_writing_is_room_to_be_made(tmp_path: Path) 
     disk = full_disk()
     filled(tmp_path, disk)
 
-    class Quota(FailingDisk):
-        def free_bytes(self, path: Path) -> int | None:
-            return 1 << 40
-
-    quota = Quota(OsFileSystem(), space_bytes=disk.free_bytes(tmp_path))
-    quota._space_bytes = MIB // 2
+    quota = FailingDisk(OsFileSystem(), space_bytes=MIB // 2, space_error=errno.EDQUOT)
     with CheckpointManager(tmp_path, CheckpointConfig(keep="last(2)"), fs=quota) as manager:
         step = manager.resume(state()).step
         manager.save(20, state())
     assert steps_in(tmp_path) == [step, 20]
+
+
+@pytest.mark.parametrize("operation", ["create", "reserve", "write_at", "sync"])
+def test_nothing_goes_where_the_disk_has_room_and_refuses(tmp_path: Path, operation: str) -> None:
+    before = filled(tmp_path, full_disk())
+    disk = FailingDisk(
+        OsFileSystem(), error=errno.ENOSPC, operation=operation, call=1, is_lasting=True
+    )
+    manager = CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
+    with pytest.raises((StoreFull, SaveFailed)):  # noqa: PT012
+        manager.resume(state())
+        manager.save(20, state())
+    with contextlib.suppress(OSError):
+        manager.close()
+    assert steps_in(tmp_path) == before
 
 
 def test_callback_makes_room_too(tmp_path: Path) -> None:
