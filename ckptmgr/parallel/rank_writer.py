@@ -27,8 +27,7 @@ from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped
-from ckptmgr.series.followed_history import Retained
-from ckptmgr.series.writer import BegunSave, SeriesWriter
+from ckptmgr.series.writer import BegunSave, Retained, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store

@@ -40,8 +40,7 @@ from ckptmgr.objects.staging import (
 )
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.series.followed_history import Retained
-from ckptmgr.series.writer import SavePosition, SeriesWriter
+from ckptmgr.series.writer import Retained, SavePosition, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 

@@ -37,10 +37,14 @@ from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.io.space_errors import is_helped_by_removal
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
-from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
+from ckptmgr.policy.retention import (
+    dropped,
+    plan,
+    replaced_emergencies,
+    without_unranked,
+)
 from ckptmgr.policy.rules import RetentionPolicy, text_of
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
-from ckptmgr.series.followed_history import FollowedHistory, Retained, RetentionBasis
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
@@ -62,6 +66,22 @@ class SavePosition(NamedTuple):
     sequence: int
     attempt: int
     previous: Link | None
+
+
+class Retained(NamedTuple):
+    """Decision of a policy about the checkpoints of a run.
+
+    Attributes:
+        dropped: The checkpoints that go, newest first.
+        kept: Number of checkpoints of the run that stay.
+        needed: The newest countable one of them, because of which the others may go.
+        present: All checkpoints of the directory.
+    """
+
+    dropped: Sequence[Checkpoint]
+    kept: int
+    needed: Sequence[Checkpoint]
+    present: Sequence[Checkpoint]
 
 
 class BegunSave:
@@ -138,7 +158,6 @@ class SeriesWriter:
         self._monotonic = monotonic
         self._pause = pause
         self._observers = observers
-        self._followed = FollowedHistory(self.listing)
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
@@ -454,35 +473,24 @@ class SeriesWriter:
         Raises:
             UnsafePrune: The policy is refused.
         """
-        return self._judged(policy, self._own(self.listing.scan()))[0]
-
-    def _judged(
-        self, policy: RetentionPolicy, own: Sequence[Checkpoint]
-    ) -> tuple[Plan, RetentionPolicy]:
-        """Return the plan for a history, and the policy that could be applied."""
-        applied, changed = without_unranked(own, policy)
-        decided = plan(own, applied, self._utc_now(), protected=self._protected())
-        if changed is not None and decided.dropped and not self._has_said_unranked:
-            self._has_said_unranked = True
-            _LOG.warning("retention: %s", changed)
-        return decided, applied
+        own = self._own(self.listing.scan())
+        applied, _ = without_unranked(own, policy)
+        return plan(own, applied, self._utc_now(), protected=self._protected())
 
     def _decided(self, policy: RetentionPolicy) -> Retained:
-        basis = RetentionBasis(policy=policy, lineage=self.own_runs, damaged=len(self._damaged))
-        protected = self._protected()
-        found = self._followed.dropped(basis, self._known, self._utc_now(), protected=protected)
-        if found is not None:
-            return found
+        """Return what a policy drops of the checkpoints that are there now."""
         present = self.listing.scan()
-        own = self._own(present)
-        decided, applied = self._judged(policy, own)
-        if applied is policy or self._has_said_unranked:
-            whole = [c for c in present if c.run_id in basis.lineage and c.state is State.OK]
-            listed = [self._known(one) for one in whole]
-            self._followed.begin(basis, applied, listed, decided, protected=protected)
+        lineage = self.own_runs
+        own = [one for one in present if one.run_id in lineage]
+        own = [self._known(one) for one in own] if self._damaged else own
+        applied, changed = without_unranked(own, policy)
+        going, newest = dropped(own, applied, self._utc_now(), protected=self._protected())
+        if changed is not None and going and not self._has_said_unranked:
+            self._has_said_unranked = True
+            _LOG.warning("retention: %s", changed)
         # The newest alone: looking at each of many would take longer than the save.
-        needed = [one for one in decided.kept if one.is_countable][:1]
-        return Retained(decided.dropped, len(decided.kept), needed, present)
+        needed = [] if newest is None else [newest]
+        return Retained(going, len(own) - len(going), needed, present)
 
     def _utc_now(self) -> datetime:
         return datetime.fromtimestamp(self._clock(), UTC)
@@ -548,16 +556,15 @@ class SeriesWriter:
         started = time.perf_counter()
         try:
             with defer_signals(), self.changing:
-                present = self.listing.scan()
-                decided = self._judged(policy, self._own(present))[0]
-                needed = [one for one in decided.kept if one.is_countable][:1]
+                decided = self._decided(policy)
+                needed = decided.needed
                 enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
-                dropped = _oldest(decided.dropped, enough) if needed else []
-                if sum(one.size_bytes for one in dropped) < (full.missing_bytes or 0):
+                going = _oldest(decided.dropped, enough)
+                if sum(one.size_bytes for one in going) < full.missing_bytes:
                     return False  # it would not fit all the same
-                failures = self._remove(dropped, present, needed=needed, is_after_save=False)
-                left = {one.path for one in self.listing.scan()} if dropped else ()
-                gone = [one for one in dropped if one.path not in left]
+                failures = self._remove(going, decided.present, needed=needed, is_after_save=False)
+                left = {one.path for one in self.listing.scan()} if going else ()
+                gone = [one for one in going if one.path not in left]
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             return False
@@ -567,9 +574,9 @@ class SeriesWriter:
             names = ", ".join(one.name for one in gone)
             reason = f"{self.store.directory}: {full.message}"
             _LOG.warning("%s; to make room, removed what %s drops: %s", reason, policy, names)
-            kept = len(decided.verdicts) - len(gone)
-            decision = Retained(gone, kept, needed, present)
-            self._tell_pruned(decision, failures, seconds=time.perf_counter() - started)
+            kept = decided.kept + len(decided.dropped) - len(gone)
+            removed = decided._replace(dropped=gone, kept=kept)
+            self._tell_pruned(removed, failures, seconds=time.perf_counter() - started)
         return bool(gone)
 
     def make_room_for_next(self, policy: RetentionPolicy | None) -> None:
@@ -643,16 +650,13 @@ class SeriesWriter:
         # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
-        paths = {checkpoint.path for checkpoint in dropped}
-        staying = [checkpoint for checkpoint in present if checkpoint.path not in paths]
-        for checkpoint in present:
-            if checkpoint.path in paths:
-                by_series.setdefault(checkpoint.series, []).append(checkpoint)
+        for checkpoint in dropped:
+            by_series.setdefault(checkpoint.series, []).append(checkpoint)
         for series, checkpoints in by_series.items():
             try:
                 if series == self.series:
-                    known = staying if is_after_save else None
-                    failures += self.store.remove(checkpoints, needed=needed, staying=known)
+                    known = present if is_after_save else None
+                    failures += self.store.remove(checkpoints, needed=needed, present=known)
                 else:
                     with self.store.lease(series):
                         failures += self.store.remove(checkpoints, needed=needed)

@@ -53,7 +53,7 @@ from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, note_mode
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.space_errors import explain_errors
-from ckptmgr.store.catalogue import Changes, KeptCatalogue
+from ckptmgr.store.catalogue import KeptCatalogue
 from ckptmgr.store.listing import listed, listed_alone
 from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
@@ -128,10 +128,6 @@ class Store:
         """
         near = self.catalogue.near(step, sequence, self._seen)
         return self.scan() if near is None else near
-
-    def changes(self) -> Changes | None:
-        """Return what any process changed since the last call; None where that is not known."""
-        return self.catalogue.changes(self._seen)
 
     def scan(self) -> list[Checkpoint]:
         """Return every checkpoint of the directory, finished or not, in no particular order.
@@ -343,7 +339,7 @@ class Store:
         checkpoints: Sequence[Checkpoint],
         *,
         needed: Sequence[Checkpoint] = (),
-        staying: Sequence[Checkpoint] | None = None,
+        present: Sequence[Checkpoint] | None = None,
     ) -> list[Exception]:
         """Remove checkpoints durably; return the errors of those that could not be removed.
 
@@ -353,8 +349,8 @@ class Store:
         Args:
             checkpoints: The checkpoints to remove.
             needed: The staying ones because of which these go; they must still be there.
-            staying: The other checkpoints, where the caller has just listed them after a durable
-                save; None to list them. A power cut may then bring back the last removed one: the
+            present: The checkpoints of the directory, where the caller has just listed them after a
+                durable save; None to list them. A power cut may then bring back the last removed one: the
                 manifest, or the files of ranks, which are leftovers.
 
         Raises:
@@ -362,9 +358,9 @@ class Store:
             UnsafePrune: It would remove the last countable checkpoint of the directory, or a needed
                 one is not there as it was listed.
         """
-        self.check_not_all(checkpoints, self.scan() if staying is None else staying)
+        self.check_not_all(checkpoints, self.scan() if present is None else present)
         with defer_signals(), self.unchanged(checkpoints, needed=needed) as held:
-            return held.failures + self._remove(held.checkpoints, is_after_save=staying is not None)
+            return held.failures + self._remove(held.checkpoints, is_after_save=present is not None)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
         """Remove durably a checkpoint of which another one of the directory is a proven copy.
