@@ -22,8 +22,8 @@ from ckptmgr.policy.rules import Best, RetentionPolicy
 MOST_SAVES = 100_000
 _MOST_EXPLAINED = 500
 """Checkpoints of a history for which each verdict says how near the rules came."""
-_MOST_JUDGED = 50_000_000
-"""Checkpoints that are judged in a replay, over all saves: minutes."""
+_MOST_JUDGED = 15_000_000
+"""Checkpoints that are judged in a replay, over all saves: about 15 seconds."""
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _NOISE = 0.1
 

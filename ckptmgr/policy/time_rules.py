@@ -105,6 +105,7 @@ class PerPeriod(DecidedRule):
         reasons: list[Reason] = []
         ranks: dict[str, int] = {}
         sizes: Counter[str] = Counter()
+        period = ""
         for checkpoint in history:
             period = self.period(as_utc(checkpoint.saved_at))
             sizes[period] += 1
@@ -201,7 +202,7 @@ class WithinPeriods(DecidedRule):
     def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
         """Return whether each checkpoint is young, and the newest of a period or the oldest of all."""
         seen: set[str] = set()
-        found = []
+        found: list[bool] = []
         for checkpoint, age in zip(history, _ages(history, now), strict=True):
             is_kept = age is None or age < timedelta(0)
             if age is None or age < self.age:
