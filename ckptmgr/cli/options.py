@@ -20,6 +20,7 @@ from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
 from ckptmgr.cli.layout import wrapped_help
 from ckptmgr.core import names as of_names
 from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
+from ckptmgr.core.place import Capabilities, no_effect
 from ckptmgr.core.urls import is_url, refuse_unexpanded
 
 if TYPE_CHECKING:
@@ -303,15 +304,22 @@ def series_option(function: Command) -> Command:
     )
 
 
-def open_store(directory: Path, *, trust: Trust) -> Store:
-    """Return the store of a directory, or of an address."""
+def refuse_without_effect(option: str, can: Capabilities, capability: str, *, hint: str) -> None:
+    """Raise UsageProblem for an option without effect at a place; see `core.place.no_effect`."""
+    refused = no_effect(option, can, capability, hint=hint)
+    if refused is not None:
+        raise UsageProblem(refused.message, hint=refused.hint)
+
+
+def open_store(directory: Path, *, trust: Trust, clock: Callable[[], float] = time.time) -> Store:
+    """Return the store of a directory, or of an address; `clock` returns seconds since the epoch."""
     from ckptmgr.store.store import Store
 
     if is_url(directory):
-        from ckptmgr.objects.filesystem import remote_store
+        from ckptmgr.objects.place import ObjectPlace
         from ckptmgr.objects.requests import open_objects
 
-        return remote_store(open_objects(str(directory)), trust=trust)
+        return ObjectPlace(open_objects(str(directory)), trust=trust, clock=clock)
     return Store(absolute(directory), trust=trust)
 
 

@@ -17,7 +17,6 @@ from ckptmgr.cli.run_lines import run_by_name
 from ckptmgr.cli.selectors import list_selected
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import RunLine, lines_of
@@ -168,9 +167,12 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
     from ckptmgr.maintenance.past_checks import recall
 
     listed = list_selected(store, series=series, with_leftovers=with_leftovers)
-    if with_leftovers and is_url(store.directory):
-        listed = [*listed, *_left_at(store, listed, series=series)]
-    foreign = foreign_of(store, with_hub=not is_url(store.directory))
+    if with_leftovers:
+        # Those of all series: data without a manifest is not known by what else has one.
+        everything = listed if series is None else store.scan()
+        left = store.leftovers(everything)
+        listed = [*listed, *(one for one in left if series in (None, one.series))]
+    foreign = foreign_of(store, with_hub=store.can.folders)
     found = [_sniffed(store, c) for c in listed if not foreign.has(c)]
     return Place(
         store=store,
@@ -180,17 +182,6 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
         has_foreign=bool(foreign.checkpoints),
         checks=recall(store, found),
     )
-
-
-def _left_at(store: Store, listed: Sequence[Checkpoint], *, series: str | None) -> list[Checkpoint]:
-    from ckptmgr.objects.directory import RemoteDirectory
-    from ckptmgr.objects.requests import open_objects
-    from ckptmgr.remote.leftovers import leftovers
-
-    there = RemoteDirectory(open_objects(str(store.directory)), clock=store.clock)
-    # Those of all series: data without a manifest is not known by what else has one.
-    found = listed if series is None else store.scan()
-    return [one for one in leftovers(there, found) if series in (None, one.series)]
 
 
 def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:

@@ -34,7 +34,7 @@ from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_bookkeeping_name
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash import batches
+from ckptmgr.store.trash import DirectoryTrash
 
 OpenStore = Callable[[Path], Store]
 
@@ -182,7 +182,7 @@ def _select_one(
 def _in_trash(store: Store, open_store: OpenStore, series: str | None) -> list[Selected]:
     return [
         Selected(store=open_store(batch.path), checkpoint=one, thrown_out_of=store)
-        for batch in batches(store)
+        for batch in DirectoryTrash(store).batches()
         for one in batch.checkpoints
         if series in (None, one.series)
     ]

@@ -239,10 +239,10 @@ def _open(task: PartToVerify) -> Store:
     )
     if not is_url(task.place):
         return Store(Path(task.place), trust=trust)
-    from ckptmgr.objects.filesystem import remote_store
+    from ckptmgr.objects.place import ObjectPlace
     from ckptmgr.objects.requests import open_objects
 
-    return remote_store(open_objects(task.place), trust=trust)
+    return ObjectPlace(open_objects(task.place), trust=trust)
 
 
 def _found(

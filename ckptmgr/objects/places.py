@@ -55,8 +55,8 @@ def place_of(path: str | os.PathLike[str], *, trust: Trust) -> Place:
     if not is_url(path):
         real = real_file(path)
         return Place(Store(real.parent, trust=trust), real)
-    from ckptmgr.objects.filesystem import remote_store
     from ckptmgr.objects.paths import UrlPath
+    from ckptmgr.objects.place import ObjectPlace
     from ckptmgr.objects.requests import checked_url, open_objects
 
     # A Path has one slash where an address has two.
@@ -65,7 +65,7 @@ def place_of(path: str | os.PathLike[str], *, trust: Trust) -> Place:
     if prefix.endswith(("/", ":")):
         raise ValueError(f"{url!r} names no object; write {url}/run/NAME")
     objects = open_objects(prefix)
-    store = remote_store(objects, trust=trust)
+    store = ObjectPlace(objects, trust=trust)
     return Place(store, store.directory / name, objects)
 
 

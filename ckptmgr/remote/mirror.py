@@ -39,9 +39,9 @@ from ckptmgr.core.names import check_is_run
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.printable import error_text
 from ckptmgr.objects.comparison import Difference
-from ckptmgr.objects.directory import RemoteDirectory, Uploaded
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.directory import Uploaded
 from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
@@ -57,6 +57,7 @@ from ckptmgr.remote.fallback import (
 )
 from ckptmgr.remote.places import note_mirror
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.applied import drop
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -161,8 +162,8 @@ class MirrorUploads:
         self._observers = observers
         self._clock = clock
         self._objects = open_objects(mirror.url) if objects is None else objects
-        self.directory = RemoteDirectory(self._objects, clock=clock)
-        self.listing = remote_store(self._objects, trust=writer.store.trust)
+        self.listing = ObjectPlace(self._objects, trust=writer.store.trust, clock=clock)
+        self.directory = self.listing.remote
         self._is_of_parent = False
         self._reset()
         reset_in_child(self)
@@ -565,11 +566,13 @@ class MirrorUploads:
         if policy is None:
             return
         try:
-            own = self._own(self.listing.scan())
+            present = self.listing.scan()
+            own = self._own(present)
             if not any(one.is_countable for one in own):
                 return
             dropped = self._plan(own, policy).dropped
-            self.directory.remove(dropped)
+            for failed in drop(self.listing, dropped, present=present, held=[self._writer.series]):
+                raise failed
             if not self._has_swept:
                 self.directory.sweep()
                 self._has_swept = True

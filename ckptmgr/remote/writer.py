@@ -20,15 +20,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreLocked, UnsupportedCheckpoint
+from ckptmgr.core.errors import SaveFailed, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.printable import error_text
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.signals import defer_signals
-from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.paths import mark_of
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import open_objects
 from ckptmgr.objects.staging import (
     clear,
@@ -64,7 +63,8 @@ class RemoteWriter(SeriesWriter):
         observers: Observers,
     ) -> None:
         objects = open_objects(url)
-        self._directory = RemoteDirectory(objects, clock=clock)
+        place = ObjectPlace(objects, trust=store.trust, clock=clock)
+        self._directory = place.remote
         self._process = os.getpid()
         self._highest: int | None = None
         self._has_swept = False
@@ -74,7 +74,7 @@ class RemoteWriter(SeriesWriter):
             options=options,
             clock=clock,
             observers=observers,
-            listing=remote_store(objects, trust=store.trust),
+            listing=place,
         )
 
     def open(self) -> None:
@@ -222,24 +222,6 @@ class RemoteWriter(SeriesWriter):
             except OSError as error:
                 _LOG.warning("retention: %s", error_text(error))
         return retained
-
-    def remove(
-        self,
-        dropped: Sequence[Checkpoint],
-        present: Sequence[Checkpoint],
-        *,
-        needed: Sequence[Checkpoint],
-    ) -> Sequence[Exception]:
-        """Remove checkpoints because of the `needed` ones that stay; return what failed."""
-        if not dropped:
-            return []
-        try:
-            self.listing.check_not_all(dropped, present)
-            self.listing.check_needed(needed)
-            self._directory.remove(dropped)
-        except (CkptmgrError, OSError) as error:
-            return [error]
-        return []
 
     def check_can_change(self) -> None:
         """Raise: no copy here could repeat a change of a manifest there."""

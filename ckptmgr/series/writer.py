@@ -45,6 +45,7 @@ from ckptmgr.policy.retention import (
 )
 from ckptmgr.policy.rules import RetentionPolicy, text_of
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
+from ckptmgr.store.applied import drop
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
@@ -534,7 +535,9 @@ class SeriesWriter:
         try:
             with defer_signals(), self.changing:
                 decided = self._decided(policy)
-                failures = self.remove(decided.dropped, decided.present, needed=decided.needed)
+                failures = self._drop(
+                    decided.dropped, needed=decided.needed, present=decided.present
+                )
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             self._observers.emit("prune", error, path=self.listing.directory, series=self.series)
@@ -562,7 +565,7 @@ class SeriesWriter:
                 going = _oldest(decided.dropped, enough)
                 if sum(one.size_bytes for one in going) < full.missing_bytes:
                     return False  # it would not fit all the same
-                failures = self._remove(going, decided.present, needed=needed, is_after_save=False)
+                failures = self._drop(going, needed=needed, present=None)
                 left = {one.path for one in self.listing.scan()} if going else ()
                 gone = [one for one in going if one.path not in left]
         except (UnsafePrune, OSError) as error:
@@ -601,9 +604,9 @@ class SeriesWriter:
                     newest, present, self.own_runs, has_restarts=has_restarts
                 )
                 protected = self._protected().keys() - {newest.path}
-                dropped = [one for one in replaced if one.path not in protected]
+                replaceable = [one for one in replaced if one.path not in protected]
                 needed = [one for one in present if one.path == newest.path]
-                failures = self.remove(dropped if needed else [], present, needed=needed)
+                failures = self._drop(replaceable if needed else [], needed=needed, present=present)
         except OSError as error:
             failures = [error]
         for failure in failures:
@@ -626,43 +629,18 @@ class SeriesWriter:
             notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
         )
 
-    def remove(
+    def _drop(
         self,
-        dropped: Sequence[Checkpoint],
-        present: Sequence[Checkpoint],
+        going: Sequence[Checkpoint],
         *,
         needed: Sequence[Checkpoint],
+        present: Sequence[Checkpoint] | None,
     ) -> Sequence[Exception]:
         """Remove checkpoints because of the `needed` ones that stay; return what failed.
 
-        They were listed after a durable save.
+        `present` are all that were listed after a durable save; None where there was none.
         """
-        return self._remove(dropped, present, needed=needed, is_after_save=True)
-
-    def _remove(
-        self,
-        dropped: Sequence[Checkpoint],
-        present: Sequence[Checkpoint],
-        *,
-        needed: Sequence[Checkpoint],
-        is_after_save: bool,
-    ) -> Sequence[Exception]:
-        # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
-        failures: list[Exception] = []
-        by_series: dict[str, list[Checkpoint]] = {}
-        for checkpoint in dropped:
-            by_series.setdefault(checkpoint.series, []).append(checkpoint)
-        for series, checkpoints in by_series.items():
-            try:
-                if series == self.series:
-                    known = present if is_after_save else None
-                    failures += self.store.remove(checkpoints, needed=needed, present=known)
-                else:
-                    with self.store.lease(series):
-                        failures += self.store.remove(checkpoints, needed=needed)
-            except (StoreLocked, CkptmgrError) as error:
-                failures.append(error)
-        return failures
+        return drop(self.listing, going, needed=needed, present=present, held=(self.series,))
 
 
 def _oldest(newest_first: Sequence[Checkpoint], size_bytes: int) -> list[Checkpoint]:

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr.core.place import DIRECTORY, Capabilities, Trash
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import (
@@ -88,6 +89,8 @@ class Store:
         is_on_real_disk: Whether another process that opens the directory sees the same.
     """
 
+    can: Capabilities = DIRECTORY
+
     def __init__(
         self,
         directory: Path,
@@ -111,6 +114,13 @@ class Store:
         self.publisher = Publisher(self.manifests)
         self._seen = ManifestCache()
         self.catalogue = KeptCatalogue(self.manifests, self.processes)
+
+    @property
+    def trash(self) -> Trash | None:
+        """The trash of the directory; None where nothing can come back."""
+        from ckptmgr.store.trash import DirectoryTrash
+
+        return DirectoryTrash(self) if self.can.trash else None
 
     def make_directory(self) -> None:
         """Create the directory and its missing parents durably, unless it exists."""
@@ -420,7 +430,7 @@ class Store:
                 "refused: this would remove the last good checkpoint", path=self.directory
             )
 
-    def check_needed(self, needed: Iterable[Checkpoint]) -> None:
+    def check_needed(self, needed: Sequence[Checkpoint]) -> None:
         """Raise unless the checkpoints because of which others go are still as they were listed.
 
         A process that changes one later could as well have changed it after the removal.
@@ -453,3 +463,23 @@ class Store:
         again.
         """
         return recover(self.manifests, self.processes, series, now_s=self.clock())
+
+    def finish_moves(self, series: str) -> list[str]:
+        """Finish interrupted moves into the trash; hold the lease."""
+        from ckptmgr.store.trash import DirectoryTrash
+
+        DirectoryTrash(self).finish(series)
+        return []
+
+    def settle(self, series: str) -> list[str]:
+        """Finish interrupted moves into the trash, and `recover`; hold the lease."""
+        return self.finish_moves(series) + self.recover(series)
+
+    def leftovers(self, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return what is left of interrupted saves and is in no listing: nothing."""
+        del found
+        return []
+
+    def clean_up(self) -> list[str]:
+        """Do nothing: a removal leaves nothing in a directory."""
+        return []

@@ -43,10 +43,10 @@ def _run(
 
 
 def _listed(url: str) -> dict[int, State]:
-    from ckptmgr.objects.filesystem import remote_store
+    from ckptmgr.objects.place import ObjectPlace
     from ckptmgr.objects.requests import open_objects
 
-    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    found = ObjectPlace(open_objects(url), trust=DEFAULT_TRUST).scan()
     return {one.step: one.state for one in found}
 
 

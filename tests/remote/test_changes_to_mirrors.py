@@ -41,7 +41,7 @@ pytest.importorskip("obstore")
 
 from ckptmgr.objects.comparison import Difference
 from ckptmgr.objects.directory import RemoteDirectory, Uploaded
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote.download import download
@@ -62,7 +62,7 @@ def _openers(objects: Objects, keys: Sequence[Key] = (OLD, NEW)) -> dict[str, li
     found: dict[str, list[int]] = {}
     for number, key in enumerate(keys):
         trust = Trust(keys=ring(key))
-        store = remote_store(objects, trust=trust)
+        store = ObjectPlace(objects, trust=trust)
         for one in store.scan():
             answer = verify_checkpoint(store, one, options=ReadOptions(trust=trust))
             found.setdefault(one.name, [])
@@ -278,7 +278,7 @@ def test_pin_tag_and_metric_are_brought_there_at_the_end_of_the_run(tmp_path: Pa
 
 
 def _there(url: str) -> list[Checkpoint]:
-    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    found = ObjectPlace(open_objects(url), trust=DEFAULT_TRUST).scan()
     return sorted(found, key=lambda one: one.step)
 
 

@@ -19,7 +19,7 @@ from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.directory import LEFTOVER_AGE
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.remote.download import download
 from tests.remote.buckets import directory_of, new_objects, whole_names
 
@@ -115,7 +115,7 @@ def test_prune_that_dies_at_any_request_shows_whole_checkpoints_only(
         bucket = new_objects()
         for name in (_FIRST, _SECOND):
             directory_of(bucket).upload(run, name)
-        going = [one for one in remote_store(bucket, trust=DEFAULT_TRUST).scan() if one.step == 1]
+        going = [one for one in ObjectPlace(bucket, trust=DEFAULT_TRUST).scan() if one.step == 1]
         dying = CountedObjects(bucket, last=last, is_done=is_done)
         with pytest.raises(Died):
             directory_of(dying).remove(going)

@@ -22,7 +22,7 @@ from ckptmgr.formats.strict_json import Json
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.prune import PruneResult
+    from ckptmgr.store.applied import Applied
     from ckptmgr.store.store import Store
 
 _HEADER = ("STEP", "SAVED", "SIZE", "STATE", "NAME")
@@ -153,7 +153,7 @@ def _act(
 
 
 def _print_end(
-    output: Output, selected: Sequence[Selected], outcomes: Sequence[PruneResult] | None
+    output: Output, selected: Sequence[Selected], outcomes: Sequence[Applied] | None
 ) -> None:
     chosen = [one.checkpoint for one in selected]
     removed = None if outcomes is None else [one for done in outcomes for one in done.removed]

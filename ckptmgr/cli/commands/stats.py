@@ -108,14 +108,14 @@ def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
 
 
 def _trash_bytes(places: Sequence[Place]) -> int:
-    from ckptmgr.maintenance.foreign.trash import foreign_batches
-    from ckptmgr.store import trash
+    from ckptmgr.maintenance.foreign.place import ForeignTrash
+    from ckptmgr.store.trash import DirectoryTrash
 
     total = 0
     for place in places:
         try:
-            total += sum(batch.size_bytes for batch in trash.batches(place.store))
-            total += sum(batch.size_bytes for batch in foreign_batches(place.store))
+            total += sum(batch.size_bytes for batch in DirectoryTrash(place.store).batches())
+            total += sum(batch.size_bytes for batch in ForeignTrash(place.store).batches())
         except OSError as error:
             note(f"the trash in {place.store.directory} cannot be read: {error.strerror}")
     return total
