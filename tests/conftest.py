@@ -20,6 +20,8 @@ from ckptmgr.crypto.keys import child_environment
 from ckptmgr.crypto.slots import stretching
 from ckptmgr.io.filesystem import OsFileSystem
 
+pytest.register_assert_rewrite("ckptmgr.testing.places")  # its assertions say what differs
+
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(
     "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]

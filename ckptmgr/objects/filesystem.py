@@ -132,6 +132,7 @@ class RemoteFiles:
         del is_uncached
         listed = self._manifests.get(path.name)
         if listed is not None and listed.content is not None:
+            self._opened[path.name] = listed.keys
             return BytesFile(listed.content)
         if path.name.endswith(SUFFIX):
             return self._open_manifest(path)

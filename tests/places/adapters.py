@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Thin adapters of our places for the suite `ckptmgr.testing.places`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import datetime
+from pathlib import Path
+from typing import NoReturn, Self
+
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.model import ORDER, UNFINISHED, Checkpoint, Pin
+from ckptmgr.core.shard_names import new_attempt_id, shard_name
+from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr.io.appending import opened_to_append
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem
+from ckptmgr.io.leases import lease_path
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.maintenance.foreign import trash as foreign_trash
+from ckptmgr.maintenance.foreign.check import verify_foreign
+from ckptmgr.maintenance.foreign.listing import ForeignListing, list_foreign
+from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
+from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
+from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.quarantine import quarantine
+from ckptmgr.maintenance.verify import verify_checkpoint
+from ckptmgr.objects.directory import DATA, RemoteDirectory
+from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.requests import Objects
+from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.remote.prune import prune_now
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.change_leases import lease_of_checkpoint
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.store.trash_folder import TRASH_NAME
+from ckptmgr.testing.places import Capability, PlaceUnderTest
+from tests.cli.running import run
+from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
+from tests.support.counted_objects import CountedObjects
+from tests.support.failingdisk import FailingDisk
+from tests.support.foreign import GOLDEN, GOLDEN_RUNS
+from tests.support.planted import dead_token
+from tests.support.saved import START_S, flip, items
+
+Errors = Sequence[Exception]
+_CHANGES = ("create", "write_at", "replace", "link", "unlink", "make_directory", "remove_directory")
+
+
+class WatchedDisk(FailingDisk):
+    """A real disk on which a reader looks before each change; what it does itself is not watched."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        super().__init__(OsFileSystem())
+        self._look = look
+        self._looking = threading.RLock()
+
+    def _meet(self, operation: str, path: Path) -> None:
+        super()._meet(operation, path)
+        if operation in _CHANGES:
+            with self._looking:  # ranks are threads
+                self._look()
+
+
+class WatchedObjects(CountedObjects):
+    """An object store in which a reader looks before each change."""
+
+    def __init__(self, objects: Objects, look: Callable[[], None]) -> None:
+        super().__init__(objects)
+        self._look = look
+
+    def _request(self, kind: str, key: str, carry_out: Callable[[], object]) -> object:  # type: ignore[override]
+        if kind in ("put", "create", "delete"):
+            self._look()
+        return super()._request(kind, key, carry_out)
+
+
+def newest_first(found: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return checkpoints newest first, unfinished ones last."""
+    ordered = sorted(found, key=ORDER, reverse=True)
+    return sorted(ordered, key=lambda one: one.state in UNFINISHED)
+
+
+def refused_command(*arguments: str | Path) -> NoReturn:
+    """Run a command that must be refused; raise its refusal."""
+    result = run(*arguments)
+    assert result.exit_code != 0, result.output
+    raise UnsupportedCheckpoint(result.stderr)
+
+
+class LocalPlace(PlaceUnderTest):
+    """A directory on this machine, as a run in one process writes it."""
+
+    can: frozenset[Capability] = frozenset(
+        (
+            "manifests", "overwrites", "locks", "lost-locks", "removes", "trash", "quarantine",
+            "changes", "protects", "notes", "space",
+        )
+    )  # fmt: skip
+
+    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+        self.directory = directory
+        self.names: tuple[str, ...] = (str(directory),)
+        self.store = Store(directory, fs=fs)
+        self._held = False
+
+    def again(self) -> Self:
+        return type(self)(self.directory)
+
+    def watched(self, look: Callable[[], None]) -> Self:
+        return type(self)(self.directory, fs=WatchedDisk(look))
+
+    def entries(self) -> Mapping[str, int]:
+        files = (path for path in self.directory.rglob("*") if path.is_file())
+        return {str(path.relative_to(self.directory)): path.stat().st_size for path in files}
+
+    def listed(self) -> Sequence[Checkpoint]:
+        return newest_first(self.store.scan())
+
+    def look(self, name: str) -> Checkpoint | None:
+        return self.store.look(name)
+
+    def content(self, checkpoint: Checkpoint) -> bytes:
+        return verified(self.store, checkpoint)
+
+    def manifest(self, name: str) -> Manifest | None:
+        return self.store.read_manifest(name)
+
+    def free_space(self) -> int | None:
+        return self.store.fs.free_bytes(self.directory)
+
+    def publish(
+        self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
+    ) -> Checkpoint:
+        writer = SeriesWriter(
+            self.store, series, options=SaveOptions(), clock=self._clock, run_id=f"run-of-{series}"
+        )
+        with contextlib.closing(writer):
+            facts = SaveFacts(step=step, metrics=metrics)
+            return writer.save(f"{series}-{step}.ckpt", items(step), facts)
+
+    def _clock(self) -> float:
+        return float(START_S + 60 * (1 + max((c.sequence for c in self.store.scan()), default=0)))
+
+    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
+        proposal = propose(self.store, parse_policy(keep), now=now)
+        return lambda: carry_out(self.store, proposal).failures
+
+    def plant(self, name: str) -> None:
+        (self.directory / name).write_bytes(b"of another program")
+
+    def plant_half_written(self, step: int) -> None:
+        self.store.make_directory()
+        name = f"net-{step}.ckpt"
+        for one in (name, manifest_name(name)):
+            temp = temp_name(one, token=dead_token(), series="net")
+            (self.directory / temp).write_bytes(b"half")
+
+    def damage(self, checkpoint: Checkpoint) -> None:
+        flip(self.directory / (checkpoint.shards or (checkpoint.name,))[0], 100)
+
+    def lock(self) -> AbstractContextManager[None]:
+        return self._locked()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self.store.lease("net"):
+            self._held = True
+            try:
+                yield
+            finally:
+                self._held = False
+
+    def lose_lock(self) -> None:
+        lease_path(self.directory, "net").unlink()
+
+    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
+        with contextlib.nullcontext() if self._held else self.lock():
+            return self.store.remove(checkpoints)
+
+    def restore(self) -> Sequence[str]:
+        return undo(self.store).taken
+
+    def quarantine(self, checkpoint: Checkpoint) -> None:
+        quarantine(self.store, checkpoint, now=checkpoint.saved_at)
+
+    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+        with lease_of_checkpoint(self.store, checkpoint):
+            self.store.change_manifest(checkpoint, change)
+
+    def protect(self, checkpoint: Checkpoint) -> None:
+        with lease_of_checkpoint(self.store, checkpoint):
+            self.store.change_pins(checkpoint, lambda pins: (*pins, Pin(name="pinned")))
+
+    def read_note(self, name: str) -> bytes | None:
+        path = self.directory / name
+        return path.read_bytes() if path.exists() else None
+
+    def write_note(self, name: str, data: bytes) -> None:
+        self.store.write_note(self.directory / name, data, series="net")
+
+    def append_note(self, name: str, data: bytes) -> None:
+        with opened_to_append(self.directory / name) as descriptor:
+            os.write(descriptor, data)
+
+
+class RanksPlace(LocalPlace):
+    """A directory on this machine, as the ranks of a job write it."""
+
+    can = LocalPlace.can - {"overwrites", "quarantine"}
+
+    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+        super().__init__(directory, fs=fs)
+        self.names = (str(directory), "rank 0")  # as all ranks say which one of them failed
+
+    def look(self, name: str) -> Checkpoint | None:
+        return next((one for one in self.store.scan() if one.name == name), None)
+
+    def publish(
+        self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
+    ) -> Checkpoint:
+        meeting = Meeting(WORLD)
+
+        def save(rank: int) -> Checkpoint:
+            writer = RankWriter(
+                self.store,
+                series,
+                coordinator=Seat(meeting, rank),
+                options=SaveOptions(),
+                clock=self._clock,
+                run_id=f"run-of-{series}",
+            )
+            with contextlib.closing(writer):
+                facts = SaveFacts(step=step, metrics=metrics)
+                return writer.save(f"{series}-{step}.shards", items(step + rank), facts)
+
+        outcomes = run_ranks(meeting, save)
+        return outcomes[0].must()
+
+    def plant_half_written(self, step: int) -> None:
+        self.store.make_directory()
+        attempt = new_attempt_id(0)
+        for rank in range(WORLD - 1):
+            name = shard_name(f"net-{step}", rank, world=WORLD, attempt_id=attempt, format="ckpt")
+            (self.directory / name).write_bytes(b"half")
+
+
+class ObjectsPlace(PlaceUnderTest):
+    """A prefix of an object store, to which checkpoints of a directory here are uploaded."""
+
+    can: frozenset[Capability] = frozenset(("manifests", "removes"))
+
+    def __init__(self, objects: Objects, source: LocalPlace) -> None:
+        self.objects = objects
+        self.names = (objects.url, "object store")
+        self._source = source
+        self._listing = remote_store(objects, trust=DEFAULT_TRUST)
+        self._directory = RemoteDirectory(objects, clock=time.time)
+
+    def again(self) -> Self:
+        return type(self)(self.objects, self._source)
+
+    def watched(self, look: Callable[[], None]) -> Self:
+        return type(self)(WatchedObjects(self.objects, look), self._source)
+
+    def entries(self) -> Mapping[str, int]:
+        return {one.key: one.size_bytes for one in (*self.objects.list(), *self.objects.list(DATA))}
+
+    def listed(self) -> Sequence[Checkpoint]:
+        return newest_first(self._listing.scan())
+
+    def look(self, name: str) -> Checkpoint | None:
+        return self._listing.look(name)
+
+    def content(self, checkpoint: Checkpoint) -> bytes:
+        return verified(self._listing, checkpoint)
+
+    def manifest(self, name: str) -> Manifest | None:
+        return self._listing.read_manifest(name)
+
+    def free_space(self) -> int | None:
+        return self._listing.fs.free_bytes(self._listing.directory)
+
+    def publish(
+        self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
+    ) -> Checkpoint:
+        saved = self._source.publish(step, series=series, metrics=metrics)
+        self._directory.upload(self._source.store, saved.name)
+        found = self.look(saved.name)
+        assert found is not None
+        return found
+
+    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
+        proposal = propose(self._listing, parse_policy(keep), now=now)
+        return lambda: prune_now(self._directory, self._listing, proposal).failures
+
+    def plant(self, name: str) -> None:
+        self.objects.put(name, [b"of another one"], 14)
+
+    def plant_half_written(self, step: int) -> None:
+        self.objects.put(f"{DATA}{step:064x}/net-{step}.ckpt", [b"half"], 4)
+
+    def damage(self, checkpoint: Checkpoint) -> None:
+        key = f"{DATA}{checkpoint.id}/{checkpoint.name}"
+        data = bytearray(self.objects.get(key))
+        data[100] ^= 1
+        self.objects.put(key, [bytes(data)], len(data))
+
+    def lock(self) -> AbstractContextManager[None]:
+        return self._listing.lease("net")
+
+    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
+        self._listing.check_not_all(checkpoints, self._listing.scan())  # as a run there does
+        self._directory.remove(checkpoints)
+        return []
+
+    def restore(self) -> Sequence[str]:
+        refused_command("prune", self.objects.url, "--undo")
+
+    def quarantine(self, checkpoint: Checkpoint) -> None:
+        refused_command("verify", self.objects.url, "--quarantine")
+
+    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+        refused_command("tag", str(checkpoint.path), "best")
+
+    def protect(self, checkpoint: Checkpoint) -> None:
+        refused_command("pin", str(checkpoint.path))
+
+    def write_note(self, name: str, data: bytes) -> None:
+        self._listing.write_note(self._listing.directory / name, data, series="net")
+
+
+class TrainerPlace(LocalPlace):
+    """A directory of the Trainer of Transformers."""
+
+    can: frozenset[Capability] = frozenset(
+        ("overwrites", "locks", "trash", "protects", "notes", "space")
+    )
+
+    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+        super().__init__(directory, fs=fs)
+        self.names = (str(directory), "what another tool wrote")
+
+    def _listing(self) -> ForeignListing:
+        return list_foreign(self.store.fs, self.directory)
+
+    def _foreign(self, name: str) -> ForeignCheckpoint | None:
+        return next((c for c in self._listing().checkpoints if c.checkpoint.name == name), None)
+
+    def listed(self) -> Sequence[Checkpoint]:
+        return newest_first([one.checkpoint for one in self._listing().checkpoints])
+
+    def look(self, name: str) -> Checkpoint | None:
+        found = self._foreign(name)
+        return None if found is None else found.checkpoint
+
+    def content(self, checkpoint: Checkpoint) -> bytes:
+        found = self._foreign(checkpoint.name)
+        assert found is not None
+        problems = verify_foreign(self.store.fs, found).problems
+        assert not problems, problems
+        return b"".join(path.read_bytes() for path in sorted(checkpoint.path.iterdir()))
+
+    def publish(
+        self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
+    ) -> Checkpoint:
+        folder = self.directory / f"checkpoint-{step}"
+        golden = GOLDEN / GOLDEN_RUNS["transformers"] / "checkpoint-2"
+        shutil.copytree(golden, folder, dirs_exist_ok=True)
+        self._note(folder, global_step=step, best_model_checkpoint=None, best_global_step=None)
+        found = self.look(folder.name)
+        assert found is not None
+        return found
+
+    def _note(self, folder: Path, **facts: object) -> None:
+        path = folder / "trainer_state.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
+
+    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
+        proposal = propose_foreign(self.store, self._listing(), parse_policy(keep), now=now)
+        return lambda: carry_out_foreign(self.store, proposal).failures
+
+    def plant_half_written(self, step: int) -> None:
+        folder = self.directory / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"half")
+
+    def damage(self, checkpoint: Checkpoint) -> None:
+        flip(checkpoint.path / "model.safetensors", 0)
+
+    def lock(self) -> AbstractContextManager[None]:
+        return foreign_trash.locked(self.store)
+
+    def lose_lock(self) -> None:
+        lease_path(self.directory, TRASH_NAME).unlink()
+
+    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
+        refused_command("rm", "--yes", *(one.path for one in checkpoints))
+
+    def restore(self) -> Sequence[str]:
+        return foreign_trash.restore(self.store, foreign_trash.last_batch(self.store))[1]
+
+    def quarantine(self, checkpoint: Checkpoint) -> None:
+        refused_command("verify", self.directory, "--quarantine")
+
+    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+        refused_command("tag", str(checkpoint.path), "best")
+
+    def protect(self, checkpoint: Checkpoint) -> None:
+        self._note(self.listed()[0].path, best_model_checkpoint=f"/runs/{checkpoint.name}")
+
+
+def verified(store: Store, checkpoint: Checkpoint) -> bytes:
+    """Return the bytes of the files of a checkpoint, which passes the check of its digests."""
+    problems = verify_checkpoint(store, checkpoint).problems
+    assert not problems, problems
+    found = b""
+    for name in checkpoint.shards or (checkpoint.name,):
+        with contextlib.closing(store.open_data(store.directory / name)) as file:
+            data = bytearray(file.size)
+            file.read_into(0, memoryview(data))
+            found += bytes(data)
+    return found
