@@ -28,6 +28,7 @@ class Capabilities:
 
     Attributes:
         name: The kind of place, for messages.
+        locks: Two writers of a series are kept apart.
         trash: Removed checkpoints can come back.
         moves: Entries can be renamed within the place, such as into quarantine.
         folders: Other places may be below it.
@@ -39,6 +40,7 @@ class Capabilities:
     """
 
     name: str
+    locks: bool = True
     trash: bool = True
     moves: bool = True
     folders: bool = True
@@ -52,6 +54,7 @@ class Capabilities:
 DIRECTORY = Capabilities(name="a directory")
 OBJECT_STORE = Capabilities(
     name="an object store",
+    locks=False,
     trash=False,
     moves=False,
     folders=False,
@@ -179,10 +182,11 @@ class Place(Protocol):
         ...
 
     def lease(self, series: str) -> AbstractContextManager[None]:
-        """Be the only writer of a series, where the place can tell; else nothing.
+        """Be the only writer of a series.
 
         Raises:
             StoreLocked: Another process is the writer.
+            OSError: The place has no locks; see `Capabilities.locks`.
         """
         ...
 

@@ -233,12 +233,11 @@ def carry_out(
 
 
 def _empty_trash(place: Place, proposal: Proposal, done: Applied) -> None:
-    trash = place.trash
     for batch in proposal.expired:
-        assert trash is not None, "a place without a trash has no batches"
         try:
             place.check_needed(proposal.intact[batch.path])
-            trash.discard(batch)
+            if place.trash is not None:
+                place.trash.discard(batch)
             done.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
             done.notes.append("left the trash alone: another process restores or removes it")

@@ -6,10 +6,8 @@ It is listed, proven and read as a directory is (`RemoteFiles`), and changed by 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
@@ -43,11 +41,6 @@ class ObjectPlace(Store):
     ) -> None:
         super().__init__(UrlPath(objects.url), fs=RemoteFiles(objects), trust=trust, clock=clock)
         self.remote = RemoteDirectory(objects, clock=clock)
-
-    def lease(self, series: str) -> AbstractContextManager[None]:
-        """Do nothing: an object store has no locks."""
-        del series
-        return contextlib.nullcontext()
 
     def finish_moves(self, series: str) -> list[str]:
         """Do nothing: nothing is moved."""

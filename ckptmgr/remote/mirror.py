@@ -571,7 +571,7 @@ class MirrorUploads:
             if not any(one.is_countable for one in own):
                 return
             dropped = self._plan(own, policy).dropped
-            for failed in drop(self.listing, dropped, present=present, held=[self._writer.series]):
+            for failed in drop(self.listing, dropped, present=present):
                 raise failed
             if not self._has_swept:
                 self.directory.sweep()

@@ -327,8 +327,7 @@ class WatchMirror:
         try:
             present = place.remote.scan()
             dropped = self._dropped(place, present, self._keep)
-            held = {one.series for one in dropped}
-            for failed in drop(place.remote, dropped, present=present, held=held):
+            for failed in drop(place.remote, dropped, present=present):
                 raise failed
             if not place.has_swept:
                 place.remote.remote.sweep()

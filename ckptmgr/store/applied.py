@@ -80,7 +80,8 @@ def carry_out(
     try:
         with contextlib.ExitStack() as leases:
             for name in sorted(chosen):
-                leases.enter_context(place.lease(name))
+                if place.can.locks:
+                    leases.enter_context(place.lease(name))
                 done.notes += () if settle is None else settle(name)
             if not going:
                 return
@@ -106,7 +107,11 @@ def _remove(
         done.batch = into
         failed = trash.throw_away(going, into, needed=needed)
     done.failures += failed
-    staying = () if trash is None else trash.taken_names(going)
+    staying: Sequence[str] = ()
+    if trash is not None:
+        staying = trash.taken_names(going)
+    elif failed:
+        staying = [one.name for one in place.scan()]
     done.removed += [one for one in going if one.name not in staying]
 
 
@@ -121,15 +126,15 @@ def drop(
     """Remove for good what a run's own policy drops, series by series; return what failed.
 
     A checkpoint may be of the series of an earlier run (`net`, `net_1`): a live writer keeps it.
-    The leases of `held` are those of the caller. `present` as of `Place.remove`; it counts for the
-    series in `held`.
+    The leases of `held` are those of the caller. `present` as of `Place.remove`; where a lease has
+    to be taken first, the place is listed again.
     """
     failures: list[Exception] = []
     by_series: dict[str, list[Checkpoint]] = {}
     for one in going:
         by_series.setdefault(one.series, []).append(one)
     for series, checkpoints in by_series.items():
-        is_held = series in held
+        is_held = series in held or not place.can.locks
         try:
             with contextlib.nullcontext() if is_held else place.lease(series):
                 known = present if is_held else None

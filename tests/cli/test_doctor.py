@@ -22,8 +22,8 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance import doctor_disk
 from ckptmgr.maintenance.doctor import Finding, check_space, check_versions
 from ckptmgr.maintenance.doctor_disk import check_disk
-from ckptmgr.store import trash
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from tests.cli.running import key_file, run
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import KEY, START_S, flip, save_run
@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_a_failed_check(
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(trash, "batches", fail)
+    monkeypatch.setattr(DirectoryTrash, "batches", fail)
     failed = grades(tmp_path, code=1)
     assert failed["leftovers"] == ("fail", "the trash cannot be read: Input/output error")
     monkeypatch.setattr(Store, "scan_for", fail)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store import trash
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from tests.cli.running import NOW_S, run
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import KEY, save_run, tree_of
@@ -73,7 +73,7 @@ def test_trash_that_cannot_be_read_is_noted(tree: Path, monkeypatch: pytest.Monk
     def fail(store: Store) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(trash, "batches", fail)
+    monkeypatch.setattr(DirectoryTrash, "batches", fail)
     answer = run("stats", tree)
     assert answer.exit_code == 0
     assert f"the trash in {tree}/a cannot be read: Input/output error" in answer.stderr

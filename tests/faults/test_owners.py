@@ -16,7 +16,7 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel.mindspore.outputs import write_small_file
-from ckptmgr.store.trash import TRASH_NAME
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run
 from tests.support.users import GROUP, USER, as_user
 

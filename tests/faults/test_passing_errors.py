@@ -12,8 +12,7 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.maintenance.prune import propose
-from ckptmgr.maintenance.prune_plan import VerifiedPlanner, counted_together
+from ckptmgr.maintenance.prune_plan import RunPlanner, counted_together
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.reader import SeriesReader
@@ -37,6 +36,7 @@ from tests.parallel.test_rank_manager import manager as rank_manager
 from tests.parallel.test_rank_manager import state as rank_state
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.policies import NOW
+from tests.support.pruning import propose
 
 ONE, TWO = name_of(1), name_of(2)
 PASSING = (
@@ -339,7 +339,7 @@ def test_prune_counts_what_could_not_be_read_once(error: int) -> None:
     model = disk_with(10.0, 20.0, 30.0)
     failing = FailingFile(model, error, name_of(3), is_lasting=False, times=4)
     store = Store(RUNS, fs=failing, processes=ModelProcesses(model))
-    plans = VerifiedPlanner(store)
+    plans = RunPlanner(store)
     (counted,) = counted_together(store.scan())
     decided = plans.plan(counted, parse_policy("last(1)"), NOW)
     assert ([c.step for c in decided.kept], plans.damaged) == ([3], {})

@@ -25,11 +25,11 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import State
 from ckptmgr.files.serialization import save_checkpoint
-from ckptmgr.maintenance.prune import carry_out, propose
 from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
+from tests.support.pruning import carry_out, propose
 
 OVERWRITTEN = -1.0
 

@@ -16,15 +16,16 @@ import pytest
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
-from ckptmgr.maintenance.foreign import trash
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
-from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
+from ckptmgr.maintenance.foreign.place import ForeignPlace
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.verdict import Status, Verification
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import any_run, deepspeed_run, golden_run, megatron_run, write_archive
+from tests.support.pruning import carry_out, foreign_place, propose
 
 NOW = datetime(2100, 1, 1, tzinfo=UTC)
 
@@ -242,7 +243,12 @@ def test_prune_stops_where_the_newest_cannot_be_read_now(tmp_path: Path) -> None
         OsFileSystem(), error=errno.EACCES, operation="open", call=1, is_lasting=True
     )
     with pytest.raises(PermissionError):
-        propose_foreign(Store(run, fs=disk), listing, parse_policy("last(1)"), now=NOW)
+        propose(
+            ForeignPlace(Store(run, fs=disk), listing),
+            parse_policy("last(1)"),
+            now=NOW,
+            found=[one.checkpoint for one in listing.checkpoints],
+        )
 
 
 def test_files_that_cannot_be_checked_are_named(tmp_path: Path) -> None:
@@ -276,9 +282,9 @@ def test_empty_archive_is_damage(tmp_path: Path) -> None:
 def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
     (run / "step-2").rename(run / "step-3")
-    outcome = carry_out_foreign(store, proposal)
+    outcome = carry_out(foreign_place(store), proposal)
     assert isinstance(outcome.failures[0], UnsafePrune)
     assert (run / "step-1").exists()
 
@@ -287,8 +293,8 @@ def test_trash_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     (run / ".ckptmgr-trash-foreign").touch()
     store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    outcome = carry_out_foreign(store, proposal)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    outcome = carry_out(foreign_place(store), proposal)
     assert isinstance(outcome.failures[0], UnsafePrune)
     assert (run / "step-1").exists()
 
@@ -297,9 +303,8 @@ def test_two_prunes_at_one_time_have_two_batches(tmp_path: Path) -> None:
     run = deepspeed_run(tmp_path / "run")
     store = Store(run)
     for keep in ("last(2)", "last(1)"):
-        listing = list_foreign(store.fs, run)
-        proposal = propose_foreign(store, listing, parse_policy(keep), now=NOW)
-        assert not carry_out_foreign(store, proposal).failures
+        proposal = propose(foreign_place(store), parse_policy(keep), now=NOW)
+        assert not carry_out(foreign_place(store), proposal).failures
     assert len(list((run / ".ckptmgr-trash-foreign").iterdir())) == 2
 
 
@@ -310,10 +315,8 @@ def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path
         OsFileSystem(), error=errno.EROFS, operation=operation, call=1, is_lasting=True
     )
     store = Store(run, fs=disk)
-    proposal = propose_foreign(
-        store, list_foreign(OsFileSystem(), run), parse_policy("last(1)"), now=NOW
-    )
-    outcome = carry_out_foreign(store, proposal)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    outcome = carry_out(foreign_place(store), proposal)
     assert outcome.failures
     trash = list((run / ".ckptmgr-trash-foreign").glob("*/step-1"))
     assert (run / "step-1").exists() != bool(trash)
@@ -322,15 +325,15 @@ def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path
 def test_undo_that_the_disk_refuses_raises_and_can_be_repeated(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    carry_out_foreign(store, proposal)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    carry_out(foreign_place(store), proposal)
     disk = FailingDisk(
         OsFileSystem(), error=errno.EROFS, operation="replace", call=1, is_lasting=True
     )
     failing = Store(run, fs=disk)
     with pytest.raises(OSError, match="Read-only"):
-        trash.restore(failing, trash.last_batch(failing))
-    trash.restore(store, trash.last_batch(store))
+        undo(foreign_place(failing))
+    undo(foreign_place(store))
     assert (run / "step-1").exists()
 
 
@@ -364,10 +367,8 @@ def trainer_run(directory: Path, states: dict[int, dict[str, object]], *, at_s: 
 
 def kept_by(directory: Path, policy: str) -> set[str]:
     store = Store(directory)
-    proposal = propose_foreign(
-        store, list_foreign(store.fs, directory), parse_policy(policy), now=NOW
-    )
-    return {one.name for one in proposal.shown.kept}
+    proposal = propose(foreign_place(store), parse_policy(policy), now=NOW)
+    return {one.name for one in proposal.kept}
 
 
 @pytest.mark.parametrize(
@@ -441,8 +442,7 @@ def test_last_keeps_the_newest_by_number_and_by_time_and_says_why(
         for file in path.rglob("*.pt"):
             os.utime(file, (at_s, at_s))
     store = Store(run)
-    listing = list_foreign(store.fs, run)
-    shown = propose_foreign(store, listing, parse_policy("last(1)"), now=NOW).shown
+    shown = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
     assert [one.name for one in shown.dropped] == [middle.name]
     (reason,) = shown.plans[0].plan.verdicts[-1].reasons
     assert reason.detail == "last 1/1 by time, and the numbers have another order"

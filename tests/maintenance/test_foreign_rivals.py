@@ -13,13 +13,13 @@ import pytest
 
 from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.maintenance.foreign import trash
-from ckptmgr.maintenance.foreign.listing import list_foreign
-from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
+from ckptmgr.maintenance.foreign.place import ForeignPlace
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import golden_run
+from tests.support.pruning import carry_out, foreign_place, propose
 from tests.support.visiteddisk import VisitedDisk
 
 NOW = datetime(2100, 1, 1, tzinfo=UTC)
@@ -30,8 +30,8 @@ def pruned(tmp_path: Path) -> Path:
     """Return a directory with one batch in its trash."""
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    assert not carry_out_foreign(store, proposal).failures
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    assert not carry_out(foreign_place(store), proposal).failures
     return run
 
 
@@ -54,22 +54,22 @@ def visited(pruned: Path, visit: Callable[[Store], None]) -> Iterator[tuple[Path
 
 
 def remove_batches(store: Store) -> None:
-    with trash.locked(store):
-        for batch in trash.foreign_batches(store):
-            trash.discard(store, batch.path)
+    trash = ForeignPlace(store).trash
+    for batch in trash.batches():
+        trash.discard(batch)
 
 
 def test_listing_passes_over_a_batch_that_is_removed_meanwhile(pruned: Path) -> None:
     for _, store in visited(pruned, remove_batches):
-        assert len(trash.foreign_batches(store)) <= 1
+        assert len(ForeignPlace(store).trash.batches()) <= 1
 
 
 def test_undo_of_a_batch_that_another_process_removes_restores_it_or_says_so(pruned: Path) -> None:
     outcomes = set()
     for run, store in visited(pruned, remove_batches):
         try:
-            restored, _ = trash.restore(store, trash.last_batch(store))
-            assert [one.checkpoint.name for one in restored] == ["step-1"]
+            restored = undo(ForeignPlace(store)).restored
+            assert [one.name for one in restored] == ["step-1"]
         except CheckpointNotFound as error:
             outcomes.add(error.message)
             assert not (run / "step-1").exists()
@@ -93,7 +93,7 @@ class _Rival(FailingDisk):
         super()._meet(operation, path)
         if operation == "remove_directory":
             try:
-                with trash.locked(Store(self._run)):
+                with ForeignPlace(Store(self._run)).lease("torchtitan-or-dcp"):
                     self.was_locked.append(False)
             except StoreLocked:
                 self.was_locked.append(True)
@@ -102,5 +102,5 @@ class _Rival(FailingDisk):
 def test_undo_removes_the_empty_trash_while_other_processes_are_locked_out(pruned: Path) -> None:
     disk = _Rival(pruned)
     store = Store(pruned, fs=disk)
-    trash.restore(store, trash.last_batch(store))
+    undo(ForeignPlace(store))
     assert disk.was_locked == [True, True]

@@ -18,15 +18,18 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import Proposal, PruneResult, carry_out, propose, undo
+from ckptmgr.maintenance.prune import Proposal, undo
 from ckptmgr.observe import observers as observe
 from ckptmgr.observe.events import Event
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import trash
+from ckptmgr.store.applied import Applied
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.faults.training import ModelProcesses
 from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import KEY, OTHER_KEY, flip, items, overwrite, save_run, tree_of
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
@@ -38,7 +41,7 @@ def proposal(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -
     return propose(Store(directory), parse_policy(policy), now=now)
 
 
-def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> PruneResult:
+def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Applied:
     """Prune a directory."""
     return carry_out(Store(directory), proposal(directory, policy, now=now))
 
@@ -78,7 +81,7 @@ def test_dropped_ones_go_to_one_batch_of_the_trash(tmp_path: Path) -> None:
         save_run(tmp_path, [10, 20, 30], series=series)
     outcome = prune(tmp_path)
     assert [c.name for c in outcome.removed] == ["a-1_10.ckpt", "b-1_10.ckpt"]
-    (batch,) = trash.batches(Store(tmp_path))
+    (batch,) = DirectoryTrash(Store(tmp_path)).batches()
     assert batch.path == outcome.batch
     assert steps(tmp_path) == [20, 20, 30, 30]
     assert [c.name for c in undo(Store(tmp_path)).restored] == ["a-1_10.ckpt", "b-1_10.ckpt"]
@@ -89,7 +92,7 @@ def test_at_once_leaves_no_trash(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     outcome = carry_out(Store(tmp_path), proposal(tmp_path), at_once=True)
     assert (len(outcome.removed), outcome.batch, outcome.failures) == (1, None, [])
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_NAME).exists()
     with pytest.raises(CheckpointNotFound, match="trash is empty"):
         undo(Store(tmp_path))
 
@@ -243,7 +246,7 @@ def test_trash_is_emptied_by_a_prune_after_the_grace_time(tmp_path: Path) -> Non
     assert not proposal(tmp_path, now=late).is_empty
     outcome = prune(tmp_path, now=late)
     assert outcome.notes == ["removed 1 from the trash for good"]
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_NAME).exists()
     assert proposal(tmp_path, now=late).is_empty
 
 
@@ -308,7 +311,7 @@ def test_file_being_written_is_shown_and_stays(tmp_path: Path) -> None:
 def test_manifest_that_lost_its_data_to_the_trash_is_not_reaped(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     prune(tmp_path)
-    (batch,) = trash.batches(Store(tmp_path))
+    (batch,) = DirectoryTrash(Store(tmp_path)).batches()
     manifest = batch.path / manifest_name("net-1_10.ckpt")
     manifest.rename(tmp_path / manifest.name)
     assert prune(tmp_path).failures == []

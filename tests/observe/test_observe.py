@@ -29,7 +29,6 @@ from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import carry_out, propose
 from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.observe import observers as observe
 from ckptmgr.observe.log import LogObserver, sentence
@@ -39,6 +38,7 @@ from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_with, state_of
 from tests.support.failingdisk import FailingDisk
 from tests.support.held import TIMEOUT_S, HeldDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import flip
 from tests.support.surface import Loop
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import datetime
@@ -24,20 +23,17 @@ from ckptmgr.io.appending import opened_to_append
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.foreign import trash as foreign_trash
 from ckptmgr.maintenance.foreign.check import verify_foreign
-from ckptmgr.maintenance.foreign.listing import ForeignListing, list_foreign
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
-from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.foreign.place import ForeignPlace
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import verify_checkpoint
-from ckptmgr.objects.directory import DATA, RemoteDirectory
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.directory import DATA
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.remote.prune import prune_now
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
@@ -50,6 +46,7 @@ from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import GOLDEN, GOLDEN_RUNS
 from tests.support.planted import dead_token
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import START_S, flip, items
 
 Errors = Sequence[Exception]
@@ -263,8 +260,7 @@ class ObjectsPlace(PlaceUnderTest):
         self.objects = objects
         self.names = (objects.url, "object store")
         self._source = source
-        self._listing = remote_store(objects, trust=DEFAULT_TRUST)
-        self._directory = RemoteDirectory(objects, clock=time.time)
+        self._place = ObjectPlace(objects, trust=DEFAULT_TRUST)
 
     def again(self) -> Self:
         return type(self)(self.objects, self._source)
@@ -276,32 +272,32 @@ class ObjectsPlace(PlaceUnderTest):
         return {one.key: one.size_bytes for one in (*self.objects.list(), *self.objects.list(DATA))}
 
     def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self._listing.scan())
+        return newest_first(self._place.scan())
 
     def look(self, name: str) -> Checkpoint | None:
-        return self._listing.look(name)
+        return self._place.look(name)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
-        return verified(self._listing, checkpoint)
+        return verified(self._place, checkpoint)
 
     def manifest(self, name: str) -> Manifest | None:
-        return self._listing.read_manifest(name)
+        return self._place.read_manifest(name)
 
     def free_space(self) -> int | None:
-        return self._listing.fs.free_bytes(self._listing.directory)
+        return self._place.fs.free_bytes(self._place.directory)
 
     def publish(
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
         saved = self._source.publish(step, series=series, metrics=metrics)
-        self._directory.upload(self._source.store, saved.name)
+        self._place.remote.upload(self._source.store, saved.name)
         found = self.look(saved.name)
         assert found is not None
         return found
 
     def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self._listing, parse_policy(keep), now=now)
-        return lambda: prune_now(self._directory, self._listing, proposal).failures
+        proposal = propose(self._place, parse_policy(keep), now=now)
+        return lambda: carry_out(self._place, proposal).failures
 
     def plant(self, name: str) -> None:
         self.objects.put(name, [b"of another one"], 14)
@@ -316,12 +312,10 @@ class ObjectsPlace(PlaceUnderTest):
         self.objects.put(key, [bytes(data)], len(data))
 
     def lock(self) -> AbstractContextManager[None]:
-        return self._listing.lease("net")
+        return self._place.lease("net")
 
     def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
-        self._listing.check_not_all(checkpoints, self._listing.scan())  # as a run there does
-        self._directory.remove(checkpoints)
-        return []
+        return self._place.remove(checkpoints)
 
     def restore(self) -> Sequence[str]:
         refused_command("prune", self.objects.url, "--undo")
@@ -336,7 +330,7 @@ class ObjectsPlace(PlaceUnderTest):
         refused_command("pin", str(checkpoint.path))
 
     def write_note(self, name: str, data: bytes) -> None:
-        self._listing.write_note(self._listing.directory / name, data, series="net")
+        self._place.write_note(self._place.directory / name, data, series="net")
 
 
 class TrainerPlace(LocalPlace):
@@ -350,22 +344,18 @@ class TrainerPlace(LocalPlace):
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "what another tool wrote")
 
-    def _listing(self) -> ForeignListing:
-        return list_foreign(self.store.fs, self.directory)
-
-    def _foreign(self, name: str) -> ForeignCheckpoint | None:
-        return next((c for c in self._listing().checkpoints if c.checkpoint.name == name), None)
+    @property
+    def _place(self) -> ForeignPlace:
+        return ForeignPlace(self.store)
 
     def listed(self) -> Sequence[Checkpoint]:
-        return newest_first([one.checkpoint for one in self._listing().checkpoints])
+        return newest_first(self._place.scan())
 
     def look(self, name: str) -> Checkpoint | None:
-        found = self._foreign(name)
-        return None if found is None else found.checkpoint
+        return self._place.look(name)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
-        found = self._foreign(checkpoint.name)
-        assert found is not None
+        found = ForeignCheckpoint(checkpoint=checkpoint)
         problems = verify_foreign(self.store.fs, found).problems
         assert not problems, problems
         return b"".join(path.read_bytes() for path in sorted(checkpoint.path.iterdir()))
@@ -386,8 +376,8 @@ class TrainerPlace(LocalPlace):
         path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
 
     def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose_foreign(self.store, self._listing(), parse_policy(keep), now=now)
-        return lambda: carry_out_foreign(self.store, proposal).failures
+        proposal = propose(self._place, parse_policy(keep), now=now)
+        return lambda: carry_out(self._place, proposal).failures
 
     def plant_half_written(self, step: int) -> None:
         folder = self.directory / f"checkpoint-{step}"
@@ -398,7 +388,7 @@ class TrainerPlace(LocalPlace):
         flip(checkpoint.path / "model.safetensors", 0)
 
     def lock(self) -> AbstractContextManager[None]:
-        return foreign_trash.locked(self.store)
+        return self._place.lease("transformers")
 
     def lose_lock(self) -> None:
         lease_path(self.directory, TRASH_NAME).unlink()
@@ -407,7 +397,7 @@ class TrainerPlace(LocalPlace):
         refused_command("rm", "--yes", *(one.path for one in checkpoints))
 
     def restore(self) -> Sequence[str]:
-        return foreign_trash.restore(self.store, foreign_trash.last_batch(self.store))[1]
+        return undo(self._place).taken
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.directory, "--quarantine")

@@ -21,14 +21,15 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import add_worker_text, lock_descriptor
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store import trash
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import items, save_run
 from tests.support.surface import Loop
 
@@ -304,7 +305,7 @@ def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> 
     now, policy = datetime(2026, 3, 2, tzinfo=UTC), parse_policy("last(1)")
     store = Store(tmp_path)
     carry_out(store, propose(store, policy, now=now))
-    (batch,) = trash.batches(store)
+    (batch,) = DirectoryTrash(store).batches()
 
     class Late(OsFileSystem):
         """A disk on which the lease of the trash is removed before its batch is opened."""
@@ -315,5 +316,5 @@ def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> 
             return super().hold_directory(path)
 
     with pytest.raises(StoreLocked, match="its lease file was removed"):
-        trash.discard_batch(Store(tmp_path, fs=Late()), batch)
+        DirectoryTrash(Store(tmp_path, fs=Late())).discard(batch)
     assert len(list(batch.path.iterdir())) == 2

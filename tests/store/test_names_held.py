@@ -21,18 +21,21 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import change_leases, trash
+from ckptmgr.store import change_leases
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from ckptmgr.training.manager import CheckpointManager
 from tests.support import rekeying
+from tests.support.pruning import carry_out, propose
 from tests.support.rekeying import opens, ring
 from tests.support.saved import flip
 from tests.support.visiteddisk import VisitedDisk
@@ -143,8 +146,8 @@ def remove(directory: Path) -> Act:
 def put_in_trash(directory: Path) -> Act:
     store = Store(directory)
     chosen = [c for c in store.scan() if c.name != "net-1_3.ckpt"]
-    into = trash.new_batch_path(store, NOW)
-    return lambda fs: trash.throw_away(Store(directory, fs=fs), chosen, into)
+    into = DirectoryTrash(store).new_batch_path(NOW)
+    return lambda fs: DirectoryTrash(Store(directory, fs=fs)).throw_away(chosen, into)
 
 
 @pytest.mark.parametrize("decide", [prune, partial(prune, at_once=True), remove, put_in_trash])
@@ -368,7 +371,7 @@ def test_prune_leaves_old_trash_alone_while_it_is_restored(fast_path: Path) -> N
     prune(directory)(OsFileSystem())
     store = Store(directory)
     old = propose(store, parse_policy("last(1)"), now=NOW + timedelta(days=9))
-    with hold_name(OsFileSystem(), directory, trash.TRASH_NAME):
+    with hold_name(OsFileSystem(), directory, TRASH_NAME):
         outcome = carry_out(store, old)
     assert outcome.failures == []
     assert outcome.notes == ["left the trash alone: another process restores or removes it"]

@@ -24,16 +24,17 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash import new_batch_path, throw_away
+from ckptmgr.store.trash import DirectoryTrash
 from tests.faults.training import RUNS, ModelProcesses, disk_with
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.support.damage import flip_bit, put, truncate
 from tests.support.manifests import SAVED_AT, manifest
+from tests.support.pruning import carry_out, propose
 from tests.support.shard_sets import ATTEMPT, CONTENTS, SET, disk_with_shards, shard, sharded
 
 PATH = RUNS / manifest_name(SET)
@@ -272,7 +273,7 @@ def test_trashed_shards_are_one_checkpoint_or_none_after_every_power_cut() -> No
     def throw(disk: ModelDisk) -> None:
         store = store_on(disk)
         found = [c for c in store.scan() if c.name == SET]
-        throw_away(store, found, new_batch_path(store, SAVED_AT))
+        DirectoryTrash(store).throw_away(found, DirectoryTrash(store).new_batch_path(SAVED_AT))
 
     disk = disk_with(10.0)
     for rank, content in enumerate(CONTENTS):

@@ -17,12 +17,14 @@ from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import trash
 from ckptmgr.store.recovery import remove_dead_temps
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from ckptmgr.training.manager import CheckpointManager
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import save_run
 from tests.support.visiteddisk import VisitedDisk
 
@@ -40,7 +42,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_run(directory, [10, 20, 30])
     store = Store(directory)
     oldest = [c for c in store.scan() if c.name == "net-1_10.ckpt"]
-    assert not trash.throw_away(store, oldest, trash.new_batch_path(store, NOW))
+    assert not DirectoryTrash(store).throw_away(oldest, DirectoryTrash(store).new_batch_path(NOW))
     host, boot, _, _ = ProcProcesses().token().split("-")
     dead = temp_name("net-9_10.ckpt", token=f"{host}-{boot}-1-1", series="net")
     (directory / dead).write_bytes(b"left by a process that is gone")
@@ -84,13 +86,13 @@ def put_link(place: Path, victim: Path) -> None:
 
 
 def swap_batch(directory: Path, victim: Path) -> None:
-    for batch in (directory / trash.TRASH_NAME).iterdir():
-        put_link(batch, victim / trash.TRASH_NAME / batch.name)
+    for batch in (directory / TRASH_NAME).iterdir():
+        put_link(batch, victim / TRASH_NAME / batch.name)
         return
 
 
 def swap_trash(directory: Path, victim: Path) -> None:
-    put_link(directory / trash.TRASH_NAME, victim / trash.TRASH_NAME)
+    put_link(directory / TRASH_NAME, victim / TRASH_NAME)
 
 
 SWAPS: dict[str, Swap] = {"batch": swap_batch, "trash": swap_trash, "directory": put_link}
@@ -111,8 +113,8 @@ def swapped_at_every_call(
         mine, victim = root / f"{at}" / "runs", root / f"{at}" / "victim"
         shutil.copytree(prepared, mine)
         shutil.copytree(prepared, victim)
-        (victim / trash.TRASH_NAME / "precious").write_bytes(b"precious")
-        for batch in (victim / trash.TRASH_NAME).iterdir():
+        (victim / TRASH_NAME / "precious").write_bytes(b"precious")
+        for batch in (victim / TRASH_NAME).iterdir():
             if batch.is_dir():
                 (batch / "precious").write_bytes(b"precious")
 

@@ -14,9 +14,10 @@ from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store import trash
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.faults.training import ModelProcesses
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash, every_failure
 from tests.support.saved import save_run
@@ -49,9 +50,9 @@ def by_name(store: Store) -> dict[str, Checkpoint]:
 
 def throw_first_two(store: Store) -> Path:
     """Throw away all but the newest."""
-    into = trash.new_batch_path(store, NOW)
+    into = DirectoryTrash(store).new_batch_path(NOW)
     found = by_name(store)
-    failures = trash.throw_away(store, [found[FIRST], found["net-2_10.ckpt"]], into)
+    failures = DirectoryTrash(store).throw_away([found[FIRST], found["net-2_10.ckpt"]], into)
     if failures:
         raise failures[0]
     return into
@@ -70,8 +71,8 @@ def check_whole(store: Store, *, must: set[str], may: set[str]) -> None:
 def test_thrown_away_checkpoint_is_gone_with_its_manifest(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     store = Store(tmp_path)
-    into = trash.new_batch_path(store, NOW)
-    assert trash.throw_away(store, [by_name(store)[FIRST]], into) == []
+    into = DirectoryTrash(store).new_batch_path(NOW)
+    assert DirectoryTrash(store).throw_away([by_name(store)[FIRST]], into) == []
     assert set(by_name(store)) == {"net-2_10.ckpt"}
     assert {path.name for path in into.iterdir()} == {FIRST, manifest_name(FIRST)}
     assert into.name == "20260302T120000.000000Z"
@@ -82,8 +83,8 @@ def test_bare_file_goes_and_comes_back_without_manifest(tmp_path: Path) -> None:
     for name in ("CKP-1_1.ckpt", "CKP-2_1.ckpt"):
         (tmp_path / name).write_bytes(b"bare")
     store = Store(tmp_path)
-    assert not trash.throw_away(
-        store, [by_name(store)["CKP-1_1.ckpt"]], trash.new_batch_path(store, NOW)
+    assert not DirectoryTrash(store).throw_away(
+        [by_name(store)["CKP-1_1.ckpt"]], DirectoryTrash(store).new_batch_path(NOW)
     )
     undo(store)
     names = {path.name for path in tmp_path.iterdir()}
@@ -94,24 +95,24 @@ def test_last_good_checkpoint_never_goes(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     store = Store(tmp_path)
     with pytest.raises(UnsafePrune):
-        trash.throw_away(store, store.scan(), trash.new_batch_path(store, NOW))
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+        DirectoryTrash(store).throw_away(store.scan(), DirectoryTrash(store).new_batch_path(NOW))
+    assert not (tmp_path / TRASH_NAME).exists()
 
 
 def test_trash_that_is_a_link_is_refused(tmp_path: Path) -> None:
     save_run(tmp_path / "runs", [10, 20])
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "runs" / trash.TRASH_NAME).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "runs" / TRASH_NAME).symlink_to(tmp_path / "elsewhere")
     store = Store(tmp_path / "runs")
-    assert trash.batches(store) == []
+    assert DirectoryTrash(store).batches() == []
     with pytest.raises(UnsafePrune, match="not a directory"):
         throw(store, FIRST)
 
 
 def throw(store: Store, name: str, now: datetime = NOW) -> Path:
     """Throw one checkpoint away in a batch of its own."""
-    into = trash.new_batch_path(store, now)
-    assert not trash.throw_away(store, [by_name(store)[name]], into)
+    into = DirectoryTrash(store).new_batch_path(now)
+    assert not DirectoryTrash(store).throw_away([by_name(store)[name]], into)
     return into
 
 
@@ -120,19 +121,19 @@ def test_batches_are_ordered_even_when_the_clock_goes_back(tmp_path: Path) -> No
     store = Store(tmp_path)
     first = throw(store, FIRST)
     second = throw(store, "net-2_10.ckpt", NOW - timedelta(hours=3))
-    assert [batch.path for batch in trash.batches(store)] == [first, second]
-    assert trash.batches(store)[1].thrown_at == NOW + timedelta(microseconds=1)
+    assert [batch.path for batch in DirectoryTrash(store).batches()] == [first, second]
+    assert DirectoryTrash(store).batches()[1].thrown_at == NOW + timedelta(microseconds=1)
 
 
 def test_strangers_in_the_trash_are_left_alone(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     store = Store(tmp_path)
     throw(store, FIRST)
-    stranger = tmp_path / trash.TRASH_NAME / "notes"
+    stranger = tmp_path / TRASH_NAME / "notes"
     stranger.mkdir()
-    (tmp_path / trash.TRASH_NAME / "20260302T120000.000001Z").write_bytes(b"a file")
-    (batch,) = trash.batches(store)
-    trash.discard_batch(store, batch)
+    (tmp_path / TRASH_NAME / "20260302T120000.000001Z").write_bytes(b"a file")
+    (batch,) = DirectoryTrash(store).batches()
+    DirectoryTrash(store).discard(batch)
     assert stranger.is_dir()
 
 
@@ -144,7 +145,7 @@ def test_undo_restores_only_the_last_batch_and_tidies_up(tmp_path: Path) -> None
     assert [c.name for c in undo(store).restored] == ["net-2_10.ckpt"]
     assert (first.exists(), second.exists()) == (True, False)
     undo(store)
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_NAME).exists()
     check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
 
 
@@ -164,20 +165,20 @@ def test_discard_removes_folder_and_trash(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     store = Store(tmp_path)
     throw(store, FIRST)
-    (batch,) = trash.batches(store)
+    (batch,) = DirectoryTrash(store).batches()
     assert batch.size_bytes > 0
-    trash.discard_batch(store, batch)
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    DirectoryTrash(store).discard(batch)
+    assert not (tmp_path / TRASH_NAME).exists()
 
 
 def test_batch_that_another_prune_has_discarded_meanwhile_is_done(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     store = Store(tmp_path)
     throw(store, FIRST)
-    (batch,) = trash.batches(store)
+    (batch,) = DirectoryTrash(store).batches()
     for _ in range(2):
-        trash.discard_batch(store, batch)
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+        DirectoryTrash(store).discard(batch)
+    assert not (tmp_path / TRASH_NAME).exists()
 
 
 def test_power_cut_while_throwing_away_lists_no_half_checkpoint() -> None:
@@ -195,7 +196,7 @@ def test_power_cut_while_throwing_away_leaves_everything_restorable() -> None:
         saved_disk(), lambda disk: throw_first_two(model_store(disk)), order=Order.WEAK
     ):
         store = model_store(crash.disk)
-        if any(batch.checkpoints for batch in trash.batches(store)):
+        if any(batch.checkpoints for batch in DirectoryTrash(store).batches()):
             undo(store)
         check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
 
@@ -216,7 +217,7 @@ def test_power_cut_while_restoring_can_be_restored_again() -> None:
     disk.settle()
     for crash in every_crash(disk, lambda disk: undo(model_store(disk)), order=Order.WEAK):
         store = model_store(crash.disk)
-        if any(batch.checkpoints for batch in trash.batches(store)):
+        if any(batch.checkpoints for batch in DirectoryTrash(store).batches()):
             undo(store)
         check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
 
@@ -236,7 +237,7 @@ def test_recovery_after_a_power_cut_loses_no_half_of_a_checkpoint(action: str) -
         store = model_store(crash.disk)
         with store.lease("net"):
             store.recover("net")
-        if any(batch.checkpoints for batch in trash.batches(store)):
+        if any(batch.checkpoints for batch in DirectoryTrash(store).batches()):
             undo(store)
         check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
 
@@ -247,15 +248,15 @@ def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
     into = throw(store, FIRST)
     (into / manifest_name(FIRST)).rename(tmp_path / manifest_name(FIRST))
     assert store.recover("net") == []
-    (batch,) = trash.batches(store)
-    trash.discard_batch(store, batch)
+    (batch,) = DirectoryTrash(store).batches()
+    DirectoryTrash(store).discard(batch)
     assert store.recover("net") == [f"removed {manifest_name(FIRST)}, whose data file is gone"]
 
 
 def test_manifest_without_data_stays_while_the_trash_is_unreadable() -> None:
     disk = saved_disk()
     throw_first_two(model_store(disk))
-    (batch,) = trash.batches(model_store(disk))
+    (batch,) = DirectoryTrash(model_store(disk)).batches()
     disk.replace(batch.path / manifest_name(FIRST), RUNS / manifest_name(FIRST))
     disk.unlink(batch.path / FIRST)
     failing = FailingDisk(disk, error=errno.EIO, operation="list", call=3, is_lasting=True)
@@ -270,11 +271,11 @@ def test_power_cut_while_discarding_leaves_whole_ones_or_nothing() -> None:
 
     def discard(disk: ModelDisk) -> None:
         store = model_store(disk)
-        trash.discard_batch(store, trash.batches(store)[0])
+        DirectoryTrash(store).discard(DirectoryTrash(store).batches()[0])
 
     for crash in every_crash(disk, discard, order=Order.WEAK):
         store = model_store(crash.disk)
-        for batch in trash.batches(store):
+        for batch in DirectoryTrash(store).batches():
             assert {c.state for c in batch.checkpoints} <= {State.OK}
             discard(crash.disk)
         check_whole(store, must={THIRD}, may=set())
@@ -287,11 +288,11 @@ def test_manifest_left_alone_follows_its_data_into_the_trash(tmp_path: Path) -> 
     manifest = into / manifest_name(FIRST)
     manifest.rename(tmp_path / manifest.name)
     assert by_name(store)[FIRST].state is State.LEFTOVER
-    trash.finish(store, "other")
+    DirectoryTrash(store).finish("other")
     assert not manifest.exists()
-    trash.finish(store, "net")
+    DirectoryTrash(store).finish("net")
     assert manifest.exists()
-    trash.finish(store, "net")
+    DirectoryTrash(store).finish("net")
 
 
 def test_manifest_without_data_anywhere_stays_for_recovery(tmp_path: Path) -> None:
@@ -299,21 +300,21 @@ def test_manifest_without_data_anywhere_stays_for_recovery(tmp_path: Path) -> No
     store = Store(tmp_path)
     throw(store, FIRST)
     (tmp_path / "net-2_10.ckpt").unlink()
-    trash.finish(store, "net")
+    DirectoryTrash(store).finish("net")
     assert (tmp_path / manifest_name("net-2_10.ckpt")).exists()
 
 
 def test_unreadable_manifest_without_data_belongs_to_the_series_of_its_name(tmp_path: Path) -> None:
     (tmp_path / manifest_name("net-1_1.ckpt")).write_bytes(b"{")
     store = Store(tmp_path)
-    assert trash.series_of(store, by_name(store)["net-1_1.ckpt"]) == "net"
+    assert DirectoryTrash(store).series_of(by_name(store)["net-1_1.ckpt"]) == "net"
 
 
 def test_undo_holds_the_lease_of_the_series_of_half_thrown_data(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10], series="odd.name")
     save_run(tmp_path, [20])
     store = Store(tmp_path)
-    into = trash.new_batch_path(store, NOW)
+    into = DirectoryTrash(store).new_batch_path(NOW)
     into.mkdir(parents=True)
     path.rename(into / path.name)
     with store.lease("odd.name"), pytest.raises(Exception, match="being written"):
@@ -330,7 +331,7 @@ def test_failing_disk_loses_nothing(action: str) -> None:
     actions: dict[str, Callable[[Store], object]] = {
         "throw": throw_first_two,
         "undo": undo,
-        "discard": lambda store: trash.discard_batch(store, trash.batches(store)[0]),
+        "discard": lambda store: DirectoryTrash(store).discard(DirectoryTrash(store).batches()[0]),
     }
 
     def run(failing: FailingDisk) -> None:

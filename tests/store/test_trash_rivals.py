@@ -16,9 +16,10 @@ import pytest
 from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.store import trash
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.support.saved import save_run
 from tests.support.visiteddisk import VisitedDisk
 
@@ -29,8 +30,8 @@ FIRST, SECOND, THIRD = (f"net-{number}_10.ckpt" for number in (1, 2, 3))
 def throw(store: Store, name: str) -> Path:
     """Throw one checkpoint away in a batch of its own."""
     (chosen,) = (one for one in store.scan() if one.name == name)
-    into = trash.new_batch_path(store, NOW)
-    for failure in trash.throw_away(store, [chosen], into):
+    into = DirectoryTrash(store).new_batch_path(NOW)
+    for failure in DirectoryTrash(store).throw_away([chosen], into):
         raise failure
     return into
 
@@ -38,10 +39,10 @@ def throw(store: Store, name: str) -> Path:
 def discard_first(directory: Path) -> None:
     """Remove the first batch, as a prune after its grace time does, and the trash if it is empty."""
     store = Store(directory)
-    for batch in trash.batches(store):
+    for batch in DirectoryTrash(store).batches():
         if any(one.name == FIRST for one in batch.checkpoints):
             with contextlib.suppress(StoreLocked):
-                trash.discard_batch(store, batch)
+                DirectoryTrash(store).discard(batch)
 
 
 @pytest.fixture
@@ -76,8 +77,8 @@ def test_prune_succeeds_while_another_one_removes_the_emptied_trash(pruned: Path
 def test_prune_succeeds_while_an_undo_removes_its_folder_that_is_still_empty(pruned: Path) -> None:
     def tidy(runs: Path) -> None:
         store = Store(runs)
-        for folder in (runs / trash.TRASH_NAME).iterdir():
-            trash.tidy(store, folder)
+        for folder in (runs / TRASH_NAME).iterdir():
+            DirectoryTrash(store).tidy(folder)
 
     for _, store in visited(pruned, tidy):
         into = throw(store, SECOND)
@@ -93,7 +94,7 @@ def remove_when_made(directory: Path, times: int, monkeypatch: pytest.MonkeyPatc
         try:
             make(path, mode, dir_fd=dir_fd)
         finally:
-            if path == trash.TRASH_NAME and next(rounds, None) is not None:
+            if path == TRASH_NAME and next(rounds, None) is not None:
                 (directory / path).rmdir()
 
     monkeypatch.setattr(os, "mkdir", made_and_removed)
@@ -105,7 +106,7 @@ def test_prune_makes_the_trash_again_that_goes_right_after_it_was_made(
 ) -> None:
     save_run(tmp_path, [10, 20])
     if is_there:
-        (tmp_path / trash.TRASH_NAME).mkdir()
+        (tmp_path / TRASH_NAME).mkdir()
     remove_when_made(tmp_path, 2, monkeypatch)
     assert (throw(Store(tmp_path), FIRST) / FIRST).exists()
 
@@ -115,7 +116,7 @@ def test_prune_whose_trash_never_stays_fails_and_removes_nothing(
 ) -> None:
     save_run(tmp_path, [10, 20])
     remove_when_made(tmp_path, 999, monkeypatch)
-    with pytest.raises(FileNotFoundError, match=trash.TRASH_NAME):
+    with pytest.raises(FileNotFoundError, match=TRASH_NAME):
         throw(Store(tmp_path), FIRST)
     assert (tmp_path / FIRST).exists()
 
@@ -137,17 +138,17 @@ def test_prune_whose_folder_never_stays_fails_and_removes_nothing(tmp_path: Path
 
 def test_listing_passes_over_a_trash_that_is_removed_meanwhile(pruned: Path) -> None:
     for _, store in visited(pruned, discard_first):
-        assert len(trash.batches(store)) <= 1
+        assert len(DirectoryTrash(store).batches()) <= 1
 
 
 def test_manifest_left_alone_stays_when_its_data_goes_from_the_trash_meanwhile(
     pruned: Path,
 ) -> None:
-    (into,) = (pruned / trash.TRASH_NAME).iterdir()
+    (into,) = (pruned / TRASH_NAME).iterdir()
     (into / manifest_name(FIRST)).rename(pruned / manifest_name(FIRST))
     places = set()
     for runs, store in visited(pruned, discard_first):
-        trash.finish(store, "net")
+        DirectoryTrash(store).finish("net")
         places |= {path.parent.name == into.name for path in runs.rglob(manifest_name(FIRST))}
     assert places == {True, False}
 

@@ -10,7 +10,7 @@ from ckptmgr.maintenance.prune import undo
 from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash import batches, new_batch_path, throw_away
+from ckptmgr.store.trash import DirectoryTrash
 from tests.faults.training import RUNS, ModelProcesses, disk_with
 from tests.support.crashmodel import ModelDisk, Order, every_crash
 from tests.support.damage import put
@@ -27,7 +27,7 @@ def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(action: st
     def throw(disk: ModelDisk) -> None:
         store = store_on(disk)
         found = [c for c in store.scan() if c.name == SET]
-        throw_away(store, found, new_batch_path(store, SAVED_AT))
+        DirectoryTrash(store).throw_away(found, DirectoryTrash(store).new_batch_path(SAVED_AT))
 
     disk = disk_with(10.0)
     for rank, content in enumerate(CONTENTS):
@@ -43,7 +43,7 @@ def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(action: st
         )
         with after_expiry.lease("net"):
             RankFiles(after_expiry).recover("net")
-        if any(batch.checkpoints for batch in batches(after_expiry)):
+        if any(batch.checkpoints for batch in DirectoryTrash(after_expiry).batches()):
             undo(after_expiry)
         states = {c.name: c.state for c in after_expiry.scan()}
         assert states == {"net-1.ckpt": State.OK, SET: State.OK}, crash

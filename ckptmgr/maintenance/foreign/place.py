@@ -180,6 +180,7 @@ class ForeignTrash(DirectoryTrash):
             names = [one.name for one in checkpoints if one.name not in taken]
             for failure in self._move_all(names, batch.path, self._store.directory)[0]:
                 raise failure
+        self.tidy(batch.path)
         return taken
 
     def taken_names(self, checkpoints: Sequence[Checkpoint]) -> list[str]:
