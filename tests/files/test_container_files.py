@@ -247,11 +247,11 @@ def test_encrypting_and_decrypting_gives_the_same_bytes(
     save_file({"w": np.arange(size, dtype=np.uint8)}, plain)
     done = convert.encrypt_file(plain, sealed, key=Key(KEY), mode=mode)
     assert (done.target.format, done.target.cipher) == ("safetensors", mode)
-    with open_plaintext(sealed, READING) as plaintext:
+    with open_plaintext(sealed, READING) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
     piped = b"".join(map(bytes, convert.encrypted_chunks(plain, key=Key(KEY), mode=mode)))
     (tmp_path / "piped.safetensors.ckpe").write_bytes(piped)
-    with open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as plaintext:
+    with open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
 
 

@@ -63,7 +63,7 @@ def test_decrypting_gives_byte_for_byte_what_a_plain_save_writes(
         source, tmp_path / "out/x.ckpt", options=ReadOptions(trust=Trust(keys=key))
     )
     assert done.target.path.read_bytes() == plain.read_bytes()
-    with open_plaintext(source, ReadOptions(trust=Trust(keys=key))) as plaintext:
+    with open_plaintext(source, ReadOptions(trust=Trust(keys=key))) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
 
 
@@ -95,7 +95,7 @@ def test_encrypted_pipe_opens_for_any_size(
     (source,) = save_run(directory, [10], options=SaveOptions(has_crc=has_crc), content=content)
     piped = directory / "piped.ckpt"
     piped.write_bytes(b"".join(map(bytes, convert.encrypted_chunks(source, key=KEY))))
-    with open_plaintext(piped, WITH_KEY) as plaintext:
+    with open_plaintext(piped, WITH_KEY) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -106,7 +106,7 @@ def test_encrypted_pipe_takes_sm4_blocks_together(tmp_path: Path, has_crc: bool)
     key, piped = key_for("SM4-CBC"), tmp_path / "piped.ckpt"
     chunks = convert.encrypted_chunks(source, key=key, mode="SM4-CBC")
     piped.write_bytes(b"".join(map(bytes, chunks)))
-    with open_plaintext(piped, ReadOptions(trust=Trust(keys=key))) as plaintext:
+    with open_plaintext(piped, ReadOptions(trust=Trust(keys=key))) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -261,7 +261,7 @@ def test_tampered_file_gives_no_wrong_byte(
 
 def take_plaintext(source: Path, into: list[bytes]) -> None:
     """Decrypt as a pipe does, and keep what came out before an error."""
-    with open_plaintext(source, WITH_KEY) as plaintext:
+    with open_plaintext(source, WITH_KEY) as (plaintext, _):
         into.extend(bytes(chunk) for chunk in plaintext.chunks())
 
 

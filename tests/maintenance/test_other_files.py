@@ -107,7 +107,7 @@ def test_file_of_any_size_comes_back_from_file_and_pipe(
     piped.write_bytes(b"".join(map(bytes, convert.encrypted_chunks(source, key=KEY))))
     for path in (encrypt(source).path, piped):
         assert decrypted(path) == source.read_bytes()
-        with open_plaintext(path, READING) as plaintext:
+        with open_plaintext(path, READING) as (plaintext, _):
             assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
