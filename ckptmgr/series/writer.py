@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,13 +27,11 @@ from ckptmgr.files.save.job import (
     SaveFacts,
     SaveJob,
     SaveOptions,
-    SaveOrder,
     draft_entry,
 )
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
-from ckptmgr.io.space_errors import is_helped_by_removal
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
 from ckptmgr.policy.retention import (
@@ -44,7 +41,8 @@ from ckptmgr.policy.retention import (
     without_unranked,
 )
 from ckptmgr.policy.rules import RetentionPolicy, text_of
-from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
+from ckptmgr.series.candidates import Candidates, Skipped
+from ckptmgr.series.commit import Alone, BegunSave, Commit, Here, Target
 from ckptmgr.store.applied import drop
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
@@ -52,7 +50,7 @@ from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:
-    from ckptmgr.store.shards import RankFiles
+    pass
 
 _LOG = logging.getLogger(__name__)
 # Longest wait for the worker process of a killed run, which ends when its last write returns.
@@ -85,43 +83,14 @@ class Retained(NamedTuple):
     present: Sequence[Checkpoint]
 
 
-class BegunSave:
-    """A save with a name and a position in its series; it is committed or abandoned once."""
-
-    def __init__(self, writer: SeriesWriter, job: SaveJob, order: SaveOrder) -> None:
-        self._writer = writer
-        self._job = job
-        self.order = order
-
-    def commit(self, manifest: Manifest) -> Checkpoint:
-        """Record the published file; return its checkpoint."""
-        return self._writer.publish(manifest)
-
-    def make_room(self, error: StoreFull) -> bool:
-        """Remove the checkpoints that the policy of the job drops; return whether the write may be tried again."""
-        retention = self._job.retention
-        if retention is None or not is_helped_by_removal(error):
-            return False
-        return self._writer.make_room(retention, error)
-
-    def abandon(self, error: Exception) -> None:
-        """Record that the save failed; it left no file."""
-        self._writer.note_failed(error)
-
-    def end(self) -> None:
-        """Apply the retention policy of the job; call it only after the checkpoint is durable."""
-        if self._job.retention is not None:
-            self._writer.retain(self._job.retention)
-
-
 class SeriesWriter:
     """The only writer of a series, which holds its lease.
 
     `ways_out` ends the warning of a run that was not resumed.
 
-    `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
-    some seconds. `run_id` is random by default. `rank_files` are cleaned up, too. `listing` is the
-    directory that is listed and read, if another one than `store`, into which files are written.
+    Files are written into `store`; `listing` is the place that is listed and read. `clock` returns
+    seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for some seconds.
+    `run_id` is random by default. `commit` and `target` make the strategies (see `series.commit`).
     """
 
     ways_out = (
@@ -139,12 +108,10 @@ class SeriesWriter:
         observers: Observers = REGISTERED,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        rank_files: RankFiles | None = None,
-        listing: Store | None = None,
+        commit: Callable[[SeriesWriter], Commit] = Alone,
+        target: Callable[[SeriesWriter], Target] = Here,
     ) -> None:
         self.store = store
-        self.listing = store if listing is None else listing
-        self._rank_files = rank_files
         self.series = series
         self.options = options
         self.run_id = run_id if run_id is not None else uuid.uuid4().hex
@@ -155,13 +122,16 @@ class SeriesWriter:
         self._damaged: dict[tuple[Path, str | None], str] = {}
         self.rival: StoreLocked | None = None
         self._held_back: dict[Path, str] = {}
-        self._clock = clock
-        self._monotonic = monotonic
+        self.clock = clock
+        self.monotonic = monotonic
         self._pause = pause
         self._observers = observers
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
+        self.target = target(self)
+        self.listing = self.target.place
+        self.commit = commit(self)
         reset_in_child(self)
 
     def forget_parent(self) -> None:
@@ -176,44 +146,33 @@ class SeriesWriter:
     @property
     def is_first(self) -> bool:
         """Whether this process removes, pins and counts starts: only one of a run may."""
-        return True
+        return self.commit.is_first
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this process holds the lease."""
+        return self._holder == os.getpid()  # not the lease of a parent
 
     def take_series(self, choose: Callable[[], str]) -> None:
         """Switch to the unused series that `choose` returns, before the first save."""
-        self.series = choose()
+        self.series = self.commit.take_series(choose)
 
     def prepare(self) -> None:
         """Prepare for a save or a resumption; the ranks of a run do it together."""
-        self.open()
+        self.commit.prepare()
 
     def first_that_loads(
         self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-        """Return the first candidate that loads; see `candidates.first_that_loads`."""
-        found = first_that_loads(candidates, self.listing.fs)
-        self._note_damaged(found[2])
-        return found
+        """Return the first candidate that loads, in all processes; see `Commit.first_that_loads`.
 
-    def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
-        """Record proven damage: retention must neither count nor remove these checkpoints."""
-        for one in skipped:
+        Retention must neither count nor remove those that are proven to be damaged.
+        """
+        found = self.commit.first_that_loads(candidates)
+        for one in found[2]:
             if one.is_damaged:
                 self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
-
-    def all_prepared(self) -> AbstractContextManager[None]:
-        """Leave the `with` block once every process of the run has run its own without an error.
-
-        Raises:
-            Exception: From the block, here or in another process.
-        """
-        return contextlib.nullcontext()
-
-    def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
-        """Return the steps up to `target` that every process of the run has a copy of in memory.
-
-        `steps` are those of this process.
-        """
-        return [step for step in steps if step <= target]
+        return found
 
     def open(self) -> None:
         """Take the lease and clean up after dead writers; a lease that is already held is checked.
@@ -222,11 +181,23 @@ class SeriesWriter:
             StoreLocked: Another live process writes this series, or this one has lost the lease;
                 `close` releases it.
         """
+        if self.is_first:
+            self.target.open(self._hold)
+
+    def _hold(self) -> None:
         with defer_signals(), self._opening:
-            if self._holder == os.getpid():  # not the lease of a parent
+            if self.is_holder:
                 self.store.leases.check(self.series)
             else:
                 self._open()
+
+    def hold_again(self) -> None:
+        """Take a lost lease again, and remove nothing: a save in flight may still need its file."""
+        with defer_signals(), self._opening:
+            self._release()
+            self._take_lease()
+            self._holder = os.getpid()
+            self.store.follow()
 
     def _open(self) -> None:
         self._take_lease()
@@ -247,7 +218,7 @@ class SeriesWriter:
         """Take the lease; wait up to `_ENDING_S` for the worker process of a killed run."""
         stop: float | None = None
         while (locked := self._lease_refused()) is not None:
-            now = self._monotonic()
+            now = self.monotonic()
             if not locked.is_ending or (stop is not None and now >= stop):
                 raise locked
             if stop is None:
@@ -266,15 +237,19 @@ class SeriesWriter:
 
     def clean_up(self) -> list[str]:
         """Remove the leftovers of dead writers under the lease; return one sentence per action."""
-        files = self.store if self._rank_files is None else self._rank_files
-        return files.recover(self.series)
+        sentences = self.commit.recover()
+        self.target.clean_up()
+        return sentences
 
     def close(self) -> None:
         """Release the lease."""
         with defer_signals(), self._opening:
-            self._holder = None
-            self.store.catalogue.stop()
-            self._lease.close()
+            self.target.close(self._release)
+
+    def _release(self) -> None:
+        self._holder = None
+        self.store.catalogue.stop()
+        self._lease.close()
 
     def start_anew(self) -> None:
         """Record that this run continues none of the present checkpoints, because it was asked to.
@@ -287,6 +262,12 @@ class SeriesWriter:
         self.starts_anew = True
         self.rival = None
         self.hold_back((), "")
+        self.target.begin_at()
+
+    @property
+    def last_saved(self) -> Checkpoint | None:
+        """The last checkpoint that this run has committed."""
+        return self._last_saved
 
     @property
     def has_saved(self) -> bool:
@@ -308,6 +289,7 @@ class SeriesWriter:
             self.parent_run_ids = tuple(
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
+        self.target.begin_at()
 
     def hold_back(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
         """Keep these checkpoints, and no longer those of the last call, whatever the policy says."""
@@ -319,35 +301,12 @@ class SeriesWriter:
         self.parent_run_ids = tuple(dict.fromkeys(one for one in parents if one != self.run_id))
 
     def begin(self, job: SaveJob) -> BegunSave:
-        """Take the lease, and choose the name and the position of a save.
-
-        Raises:
-            StoreLocked: Another live process writes this series, or its mirror.
-        """
-        self.open()
-        if self.rival is not None:
-            raise self.rival
-        options = job.options or self.options
-        present = self.present_at(job.facts.step)
-        name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
-        facts = replace(job.facts, attempt=attempt)
-        place = self.next_place(facts, present)
-        draft = self.draft(name, options, facts, place=place, retention=job.retention)
-        order = SaveOrder(
-            name=name,
-            items=job.items,
-            options=options,
-            series=self.series,
-            draft=draft,
-            metadata=job.metadata,
-        )
-        return BegunSave(self, job, order)
+        """Take the lease, and choose the name and the position of a save; see `Commit.begin`."""
+        return self.commit.begin(job)
 
     def present_at(self, step: int) -> Sequence[Checkpoint]:
         """Return the checkpoints that decide name, number and predecessor of a save."""
-        last = self._last_saved
-        near = None if last is None else self.listing.scan_near(step, last.sequence)
-        return self.listing.scan() if near is None else near
+        return self.target.present_at(step, self._last_saved)
 
     def save(
         self,
@@ -371,11 +330,9 @@ class SeriesWriter:
         return begun.commit(manifest)
 
     def publish(self, manifest: Manifest) -> Checkpoint:
-        """Make a checkpoint of a written file, which here it is already; return it."""
+        """Make a checkpoint of a written file; return it. Raises as `Target.publish`."""
+        self.target.publish(manifest)
         return self.note_saved(manifest)
-
-    def note_failed(self, error: Exception) -> None:
-        """Add a note to the error of a file that could not be written, where that helps."""
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> SavePosition:
         """Return the position of the next save; `present` lists the directory."""
@@ -427,6 +384,7 @@ class SeriesWriter:
 
         It records `retention`, so that `ckptmgr prune` applies the policy of the run.
         """
+        keep = text_of(retention)
         return Manifest(
             file=draft_entry(name, options),
             series=self.series,
@@ -436,11 +394,12 @@ class SeriesWriter:
             step=facts.step,
             attempt=place.attempt,
             sequence=place.sequence,
-            saved_at=datetime.fromtimestamp(self._clock() if facts.at is None else facts.at, UTC),
+            saved_at=datetime.fromtimestamp(self.clock() if facts.at is None else facts.at, UTC),
             epoch=facts.epoch,
             why=facts.why,
             metrics=dict(facts.metrics or {}),
-            keep=text_of(retention),
+            keep=keep,
+            keep_at=None if keep is None else self.target.keep_at(),
             stats={},
             previous=place.previous,
         )
@@ -494,7 +453,7 @@ class SeriesWriter:
         return Retained(going, len(own) - len(going), needed, present)
 
     def _utc_now(self) -> datetime:
-        return datetime.fromtimestamp(self._clock(), UTC)
+        return datetime.fromtimestamp(self.clock(), UTC)
 
     def _protected(self) -> dict[Path, str]:
         protected = dict(self._held_back)
@@ -506,6 +465,7 @@ class SeriesWriter:
 
     def check_can_change(self) -> None:
         """Raise UnsupportedCheckpoint where no manifest can be changed after its save."""
+        self.target.check_can_change()
 
     def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         """Add metrics to a committed checkpoint, on rank 0; log a failure."""
@@ -525,10 +485,21 @@ class SeriesWriter:
     def retain(self, policy: RetentionPolicy) -> Retained | None:
         """Apply a retention policy to the checkpoints of this run, only after a durable save.
 
-        Returns None if the policy was refused or the directory cannot be listed.
-
-        A failed removal is logged and not raised, because the save succeeded.
+        Returns None if the policy was refused or the directory cannot be listed, and in a process
+        that removes nothing. A failure is logged and not raised, because the save succeeded.
         """
+        if not self.is_first:
+            return None
+        decided = self._retain(policy)
+        self.target.retained()
+        try:
+            for sentence in self.commit.collect():
+                _LOG.warning("%s: %s", self.store.directory, sentence)
+        except OSError as error:
+            _LOG.warning("retention: %s", error)
+        return decided
+
+    def _retain(self, policy: RetentionPolicy) -> Retained | None:
         started = time.perf_counter()
         if self.rival is not None:
             return None

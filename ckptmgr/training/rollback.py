@@ -41,7 +41,7 @@ def go_back(
         ResumeFailed: Another rank failed to restore its state.
         RanksMissing, RanksOutOfStep: Other ranks did not arrive, or go back to another step.
     """
-    held = recent.newest_of(writer.held_by_all(target, recent.steps))
+    held = recent.newest_of(writer.commit.held_by_all(target, recent.steps))
     candidates = RollbackCandidates(
         reader,
         state,
@@ -63,7 +63,7 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            with writer.all_prepared():
+            with writer.commit.all_prepared():
                 restore = loaded.plan_restore(state)
             return Resumption.at(
                 checkpoint, restore(), skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
@@ -73,7 +73,7 @@ def go_back(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
             path=reader.store.directory,
         )
-    with writer.all_prepared():
+    with writer.commit.all_prepared():
         restore = plan_put_back(state, held.skeleton, held.read)
     return Resumption(
         step=held.step,

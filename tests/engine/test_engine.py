@@ -22,7 +22,8 @@ from ckptmgr.engine.engine import Mode, SaveEngine, save_mode_of
 from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
 from ckptmgr.observe.events import Event
-from ckptmgr.series.writer import BegunSave, SeriesWriter
+from ckptmgr.series.commit import BegunSave
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.crashmodel import ModelDisk

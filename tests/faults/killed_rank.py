@@ -60,8 +60,9 @@ def main(part: Part) -> None:
     from ckptmgr.core.errors import SaveFailed
     from ckptmgr.files.save.job import SaveFacts, SaveOptions
     from ckptmgr.io.filesystem import OsFileSystem
-    from ckptmgr.parallel.rank_writer import RankWriter
+    from ckptmgr.parallel.rank_commit import together
     from ckptmgr.parallel.shared_directory import SharedDirectory
+    from ckptmgr.series.writer import SeriesWriter
     from ckptmgr.state import tree
     from ckptmgr.store.store import Store
     from tests.support.failingdisk import FailingDisk
@@ -76,13 +77,12 @@ def main(part: Part) -> None:
     coordinator = SharedDirectory(
         directory.with_name("meeting"), rank=part.rank, world=part.world, session="1"
     )
-    writer = RankWriter(
+    writer = SeriesWriter(
         Store(directory, clock=time.time, fs=Deadly(OsFileSystem())),
         "net",
-        coordinator=coordinator,
+        commit=together(coordinator, timeout_s=part.timeout_s),
         options=SaveOptions(),
         clock=time.time,
-        timeout_s=part.timeout_s,
     )
     coordinator.all_gather("start", None, timeout_s=60)  # imports take longer than the save
     flat = tree.flatten({"weights": np.full(1000, part.rank)})

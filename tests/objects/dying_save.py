@@ -19,8 +19,8 @@ from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.cli import main as run_command
 from ckptmgr.objects import requests
 from ckptmgr.remote import mirror as mirrors
+from ckptmgr.remote import upload as writers
 from ckptmgr.remote import watch_mirror as watch_mirrors
-from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.objects.dying_run import Dying
 from tests.support import rekeying

@@ -19,7 +19,8 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.rank_commit import Together, together
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
@@ -169,15 +170,14 @@ class Job:
 
     def writer(
         self, rank: int, fs: FileSystem | None = None, *, seat: Seat | None = None
-    ) -> RankWriter:
+    ) -> SeriesWriter:
         """Return the writer of a rank, which may have a seat of its own kind."""
-        return RankWriter(
+        return SeriesWriter(
             self.store(fs),
             SERIES,
-            coordinator=seat or Seat(self.meeting, rank),
+            commit=together(seat or Seat(self.meeting, rank), timeout_s=TIMEOUT_S),
             options=SaveOptions(key=None if self.key is None else Key(self.key)),
             clock=self.clock,
-            timeout_s=TIMEOUT_S,
             run_id=f"run{next(self.run_ids)}",
             monotonic=self.clock,
         )
@@ -196,9 +196,10 @@ class Job:
         return run_ranks(self.meeting, lambda rank: self.save(rank, step))
 
 
-def save_step(writer: RankWriter, step: int) -> Checkpoint:
+def save_step(writer: SeriesWriter, step: int) -> Checkpoint:
     """Save what a rank holds at a step."""
-    flat = tree.flatten(state_of(writer.coordinator.rank, step))
+    assert isinstance(writer.commit, Together)
+    flat = tree.flatten(state_of(writer.commit.coordinator.rank, step))
     metadata = {**flat.aliases, "ckptmgr.tree": flat.skeleton}
     name = f"{SERIES}-{step}.shards"
     return writer.save(name, [*flat.tensors], SaveFacts(step=step), metadata=metadata)

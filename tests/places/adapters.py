@@ -32,7 +32,7 @@ from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.objects.directory import DATA
 from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects
-from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.rank_commit import together
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint
@@ -228,10 +228,10 @@ class RanksPlace(LocalPlace):
         meeting = Meeting(WORLD)
 
         def save(rank: int) -> Checkpoint:
-            writer = RankWriter(
+            writer = SeriesWriter(
                 self.store,
                 series,
-                coordinator=Seat(meeting, rank),
+                commit=together(Seat(meeting, rank)),
                 options=SaveOptions(),
                 clock=self._clock,
                 run_id=f"run-of-{series}",

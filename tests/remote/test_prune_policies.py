@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.remote import writer as writers
+from ckptmgr.remote import upload as writers
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.support.counted_objects import CountedObjects

@@ -12,7 +12,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.remote import mirror as mirrors
-from ckptmgr.remote import writer as writers
+from ckptmgr.remote import upload as writers
 from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, run, run_json
 from tests.support.counted_objects import CountedObjects, Died

@@ -30,7 +30,7 @@ from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.remote import writer as writers
+from ckptmgr.remote import upload as writers
 from tests.cli.running import run
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
