@@ -27,6 +27,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted((DOCS / "how-to").glob("*.md")),
     *sorted((DOCS / "coming-from").glob("*.md")),
+    DOCS / "run-directory.md",
+    DOCS / "errors-and-retries.md",
 ]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)

@@ -56,7 +56,7 @@ from ckptmgr.store.manifest.keys import manifest_key_of
 from ckptmgr.store.store import Store
 
 
-class Outcome(enum.Enum):
+class RecompressOutcome(enum.Enum):
     """Change that was made to a checkpoint."""
 
     COMPRESSED = "compressed"
@@ -81,7 +81,7 @@ class RecompressResult:
 
     source: Checkpoint
     target: Checkpoint
-    outcome: Outcome
+    outcome: RecompressOutcome
     raw_bytes: int
     elapsed_s: float
     by_dtype: Mapping[str, FrameFigures] = field(default_factory=dict)
@@ -184,15 +184,17 @@ class _Change:
         stem = without_envelope(checkpoint.name).removesuffix(".safetensors")
         self.target = f"{stem}.{extension}"
 
-    def run(self) -> Outcome:
+    def run(self) -> RecompressOutcome:
         is_compressed = self._found.opened.compressed_bytes is not None
         if is_compressed == (self._level is not None):
             self.target = self._checkpoint.name
-            return Outcome.NOTHING
+            return RecompressOutcome.NOTHING
         check_proofs(self._store, self._checkpoint, self._found.manifest, self._options.trust)
         if self._found.header is not None:
             check_same_recipients(self._found.header, self._keys, path=self._checkpoint.path)
-        outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
+        outcome = (
+            RecompressOutcome.EXPANDED if self._level is None else RecompressOutcome.COMPRESSED
+        )
         if self.target == self._checkpoint.name:
             self._publish()
             return outcome
@@ -202,7 +204,7 @@ class _Change:
                 self._publish()
             else:
                 self._finish(path)
-                outcome = Outcome.FINISHED
+                outcome = RecompressOutcome.FINISHED
             self._store.remove_copied(self._checkpoint)
         return outcome
 

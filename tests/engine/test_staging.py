@@ -21,7 +21,7 @@ from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
 from ckptmgr.io.cgroups import GroupMemory
-from ckptmgr.state.items import Part, tensors_in
+from ckptmgr.state.items import TensorPart, tensors_in
 from tests.support.descriptors import nothing_stays_open
 from tests.support.interrupts import is_interrupted
 from tests.support.staging_memory import MIB, failing, filled, map_tensors, values
@@ -378,7 +378,7 @@ def test_part_that_is_saved_alone_is_wiped_alone_and_foreign_tensors_stay() -> N
         staged = pool.stage([filled("a", 9)])
         (whole,) = tensors_in(staged.items)
         foreign = filled("a", 9)
-        for tensor in (Tensor(whole.spec, Part(whole=whole, start=2, stop=5)), foreign):
+        for tensor in (Tensor(whole.spec, TensorPart(whole=whole, start=2, stop=5)), foreign):
             staged.discard(tensor)
         assert bytes(whole.content()) == b"\x07\x07\0\0\0\x07\x07\x07\x07"
         assert bytes(foreign.content()) == b"\x07" * 9

@@ -13,7 +13,6 @@ from ckptmgr import save_checkpoint
 from ckptmgr.core.errors import CorruptCheckpoint
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.store import Store
@@ -46,7 +45,7 @@ def read(path: Path, *, is_confirmed: bool) -> np.ndarray:
         found = np.zeros(1000, np.float32)
         offset = entry.pieces[0].offset + entry.spec.size_bytes - found.nbytes
         placement = Placement(offset, found.data.cast("B"))
-        read_parts(opened, [placement], is_confirmed=is_confirmed)
+        opened.read([placement], confirmed=() if is_confirmed else None)
     return found
 
 

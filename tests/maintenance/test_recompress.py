@@ -30,7 +30,7 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.maintenance.recompress import Outcome, RecompressResult, recompress
+from ckptmgr.maintenance.recompress import RecompressOutcome, RecompressResult, recompress
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.manifest.lineage import Lineage
@@ -94,7 +94,7 @@ def test_compressed_in_place_and_back_everything_is_as_before(
     before = of_step(Store(tmp_path, trust=Trust(keys=key, allow_unencrypted=True)), 1)
     plain = before.path.read_bytes()
     done = change(tmp_path, 1, key=key)
-    assert done.outcome is Outcome.COMPRESSED
+    assert done.outcome is RecompressOutcome.COMPRESSED
     assert done.target.size_bytes < before.size_bytes * 0.95
     assert done.by_dtype["float32"].raw_bytes == sum(value.nbytes for value in VALUES.values())
     assert (key is None) == (not before.path.exists())
@@ -104,7 +104,7 @@ def test_compressed_in_place_and_back_everything_is_as_before(
     assert_whole(tmp_path, key=key)
 
     back = change(tmp_path, 1, level=None, key=key)
-    assert (back.outcome, back.target.name) == (Outcome.EXPANDED, before.name)
+    assert (back.outcome, back.target.name) == (RecompressOutcome.EXPANDED, before.name)
     assert key is not None or before.path.read_bytes() == plain
     assert_whole(tmp_path, key=key)
 
@@ -114,14 +114,14 @@ def test_what_is_as_it_shall_be_stays(tmp_path: Path, level: int | None) -> None
     save_two(tmp_path, compression="zstd" if level else None)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("net*")}
     done = change(tmp_path, 2, level=level)
-    assert (done.outcome, done.target) == (Outcome.NOTHING, done.source)
+    assert (done.outcome, done.target) == (RecompressOutcome.NOTHING, done.source)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("net*")} == before
 
 
 def test_file_without_manifest_is_compressed_too(tmp_path: Path) -> None:
     path = save_checkpoint(VALUES, tmp_path / "net-1_10", format="safetensors", crc_check=True).path
     (tmp_path / manifest_name(path.name)).unlink()
-    assert change(tmp_path, 10).outcome is Outcome.COMPRESSED
+    assert change(tmp_path, 10).outcome is RecompressOutcome.COMPRESSED
     assert_whole(tmp_path)
 
 
@@ -197,7 +197,7 @@ def test_interrupted_conversion_is_finished(tmp_path: Path) -> None:
     for path, content in kept.items():
         path.write_bytes(content)
     done = recompress(store, source, level=1, options=ReadOptions())
-    assert done.outcome is Outcome.FINISHED
+    assert done.outcome is RecompressOutcome.FINISHED
     assert not source.path.exists()
     assert_whole(tmp_path)
 
@@ -225,7 +225,7 @@ def test_pins_that_were_set_after_an_interruption_stay(interrupted: Path) -> Non
     target = named(store, "net-1.safetensors.ckpz")
     store.change_pins(target, lambda pins: (*pins, Pin(name="other", reason="")))
     done = recompress(store, source, level=1, options=ReadOptions())
-    assert done.outcome is Outcome.FINISHED
+    assert done.outcome is RecompressOutcome.FINISHED
     assert [pin.name for pin in done.target.pins] == ["paper", "other", "later"]
     assert_whole(interrupted)
 
@@ -257,7 +257,10 @@ def test_emergency_save_that_is_alone_is_converted(tmp_path: Path) -> None:
     store.update_manifest(replace(manifest, why="exception: KeyboardInterrupt"))
     (source,) = store.scan()
     assert not source.is_countable
-    assert recompress(store, source, level=1, options=ReadOptions()).outcome is Outcome.COMPRESSED
+    assert (
+        recompress(store, source, level=1, options=ReadOptions()).outcome
+        is RecompressOutcome.COMPRESSED
+    )
     assert [c.path.suffix for c in store.scan()] == [".ckpz"]
     assert_whole(tmp_path)
 
