@@ -172,8 +172,6 @@ def test_callback_gives_the_lease_back_when_the_last_step_fails_too(tmp_path: Pa
 
 def test_breakpoint_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     disk = HeldDisk()
-    callback = held_callback(tmp_path, disk, save_checkpoint_steps=2, exception_save=True)
-    loop = Loop(callbacks=(callback,))
     done: list[str] = []
     create, replace = disk.create, disk.replace
 
@@ -186,6 +184,8 @@ def test_breakpoint_waits_for_the_save_in_flight(tmp_path: Path) -> None:
         done.append(f"publish {target.name}")
 
     disk.create, disk.replace = noting_create, noting_replace  # type: ignore[method-assign]
+    callback = held_callback(tmp_path, disk, save_checkpoint_steps=2, exception_save=True)
+    loop = Loop(callbacks=(callback,))
     with pytest.raises(ValueError, match="boom") as raised:
         loop.run_and_fail(2, ValueError("boom"))
     assert not hasattr(raised.value, "__notes__")
@@ -773,16 +773,17 @@ def test_pin_in_time_is_never_undone_by_retention(tmp_path: Path) -> None:
 class _pause:
     """Holds up the first call of a method of a disk."""
 
-    def __init__(self, disk: HeldDisk, operation: str) -> None:
+    def __init__(self, disk: HeldDisk, held: str) -> None:
         self._arrived, self._go = threading.Event(), threading.Event()
-        real: Callable[..., object] = getattr(disk, operation)
+        meet = disk._meet
 
-        def paused(*args: object, **named: object) -> object:
-            self._arrived.set()
-            assert self._go.wait(TIMEOUT_S)
-            return real(*args, **named)
+        def paused(operation: str, path: Path) -> None:
+            if operation == held:
+                self._arrived.set()
+                assert self._go.wait(TIMEOUT_S)
+            meet(operation, path)
 
-        setattr(disk, operation, paused)
+        disk._meet = paused  # type: ignore[method-assign]
 
     def arrive(self) -> None:
         assert self._arrived.wait(TIMEOUT_S)
