@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.crypto.providers.exec import ExecProvider
 from ckptmgr.crypto.providers.provider import ProviderError
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run_process
 from tests.support.saved import KEY, OTHER_KEY, save_run
 

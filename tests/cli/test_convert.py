@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
 from tests.support.saved import KEY, flip, save_run
 

@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint, save_state
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    save_checkpoint,
+    save_state,
+)
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.diff_sides import open_side
 from ckptmgr.store.store import Store

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses

@@ -9,9 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+)
 from ckptmgr.cli.exits import Exit
-from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots import Slot, SlotType
 from ckptmgr.crypto.slots.stretching import MOST_STRETCHING_KIB

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.model import Pin
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.saved import GOLDEN_FILES, KEY, flip, save_run

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.cli.progress import ProgressLine
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.byte_counters import count_bytes, counting
 from ckptmgr.io.filesystem import OsFileSystem
 

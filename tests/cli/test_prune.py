@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CkptmgrError
 from ckptmgr.cli.policy_file import keep_in
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import shard_name
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.files import CachedFile

@@ -12,7 +12,7 @@ from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
-from ckptmgr.parallel.layout import read_layouts
+from ckptmgr.parallel import read_layouts
 from tests.cli.running import run, run_json
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "transform"

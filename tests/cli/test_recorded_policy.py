@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
 from ckptmgr.policy.rules import Finding, Rule
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json

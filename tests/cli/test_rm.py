@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, UnsafePrune
 from ckptmgr.maintenance.removal import remove_chosen
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME

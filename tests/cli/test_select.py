@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CheckpointNotFound
 from ckptmgr.cli.selectors import Selected, select, select_one
-from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Pin, State
 from ckptmgr.store.store import Store
 from tests.cli.running import run

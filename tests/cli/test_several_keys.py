@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.cli.exits import Exit
-from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run, run_json
 from tests.cli.test_rekey import source, text
 from tests.support.rekeying import NEW, OLD, OTHER, openers, rekey, ring, save_run

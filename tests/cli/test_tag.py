@@ -9,10 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, PolicyTextError, parse_policy
 from ckptmgr.policy.tag_rules import Tagged
-from ckptmgr.policy.text import PolicyTextError, parse_policy
 from ckptmgr.store import change_leases
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json

@@ -20,8 +20,8 @@ from typing import get_args
 
 import pytest
 
+from ckptmgr import Checkpoint
 from ckptmgr.cli.watch_view import report_json, table_lines
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.verdict import Status
 from ckptmgr.maintenance.watch.model import AlarmKind, EventName, Holder, Report, SeriesRow

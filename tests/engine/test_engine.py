@@ -14,17 +14,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import StagingExhausted, StoreLocked
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    StagingExhausted,
+    StoreLocked,
+)
+from ckptmgr.config.memory import MIB
 from ckptmgr.engine.engine import Mode, SaveEngine, save_mode_of
 from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
 from ckptmgr.observe.events import Event
 from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.crashmodel import ModelDisk
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, temporary_files

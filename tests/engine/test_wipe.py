@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.config.memory import MemoryConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig, ModelCheckpoint
 from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.files.save.compressed import _rooms
 from ckptmgr.files.save.compressed_chunks import _memory
@@ -21,7 +20,6 @@ from ckptmgr.files.save.streams import _scratch
 from ckptmgr.io.buffers import BufferPool
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.observers import Event
-from ckptmgr.training.callback import ModelCheckpoint
 from tests.support.failingdisk import FailingDisk
 from tests.support.staging_memory import MIB
 

@@ -57,11 +57,11 @@ def main(part: Part) -> None:
 
     import numpy as np
 
-    from ckptmgr.core.errors import SaveFailed
+    from ckptmgr import SaveFailed
     from ckptmgr.files.save.job import SaveFacts, SaveOptions
     from ckptmgr.io.filesystem import OsFileSystem
+    from ckptmgr.parallel import SharedDirectory
     from ckptmgr.parallel.rank_writer import RankWriter
-    from ckptmgr.parallel.shared_directory import SharedDirectory
     from ckptmgr.state import tree
     from ckptmgr.store.store import Store
     from tests.support.failingdisk import FailingDisk

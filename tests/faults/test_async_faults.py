@@ -17,14 +17,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    StoreLocked,
+    load_checkpoint,
+)
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
-from ckptmgr.training.callback import ModelCheckpoint
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.held import (
     TIMEOUT_S,
     HeldDisk,

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreFull
+from ckptmgr import CheckpointManager, StoreFull
 from ckptmgr.core.model import State
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.scenarios import (
     FIRST_SAVE,
     NEXT_SAVE,

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked, TruncatedError
 from ckptmgr.crypto.buffers import new_pages
-from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import DIRECT_IO_ALIGNMENT
 from ckptmgr.io.filesystem import OsFileSystem

@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.pressed import pressed, was_interrupted
 
 NAME = "net-1_1.ckpt"

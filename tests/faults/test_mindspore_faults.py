@@ -19,8 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import StoreFull
+from ckptmgr import CheckpointConfig, ModelCheckpoint, StoreFull, load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from tests.faults.killed import kill_during_write
 from tests.support.crashmodel import FailingDisk

@@ -16,7 +16,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem, OutputFile

@@ -9,17 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import ResumeFailed, Resumption, StoreLocked, parse_policy
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.maintenance.prune_plan import RunPlanner, counted_together
-from ckptmgr.parallel.errors import ResumeFailed
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption, resume_values
+from ckptmgr.training.resume import resume_values
 from tests.faults.training import (
     KEYS,
     RUNS,

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import ChecksumMismatch, SaveFailed
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, ChecksumMismatch, RankFailed, SaveFailed
+from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import FileSystem, OutputFile
 from ckptmgr.maintenance.check_file import check_digests
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.store.shards import RankFiles
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (

@@ -11,12 +11,10 @@ from functools import cache
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, RankFailed, SaveFailed
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted
 from tests.parallel.ranks import (

@@ -6,15 +6,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash

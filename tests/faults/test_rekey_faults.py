@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CkptmgrError, KeyProblem, UnsafeWrite
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair

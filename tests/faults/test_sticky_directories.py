@@ -16,13 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state
+from ckptmgr import CheckpointConfig, CheckpointManager, Resumption, load_state
 from ckptmgr.core.model import State
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.parallel import SharedDirectory
 from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
 from tests.cli.running import run
 from tests.remote.buckets import new_url
 from tests.support.planted import dead_token, describing, plant, plant_temp

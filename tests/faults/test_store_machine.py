@@ -10,10 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr import Checkpoint, CheckpointManager, Resumption, StoreLocked, UnprovenCheckpoint
+from ckptmgr.core.model import State
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
 from tests.support.damage import flip_bit, manifest_of, truncate

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults import traffic
 
 PROGRAMS = (traffic.train, traffic.prune, traffic.verify, traffic.overwrite)

@@ -21,14 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    StoreLocked,
+    parse_policy,
+    save_checkpoint,
+)
 from ckptmgr.core.model import State
-from ckptmgr.files.serialization import save_checkpoint
 from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.pruning import carry_out, propose
 
 OVERWRITTEN = -1.0

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Resumption
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
@@ -20,8 +20,6 @@ from ckptmgr.observe.observers import Observer
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
 from tests.support.crashmodel import ModelDisk
 
 RUNS = Path("/runs/digits")

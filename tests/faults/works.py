@@ -18,12 +18,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem
+from ckptmgr import CheckpointConfig, CheckpointManager, KeyProblem, export_weights, load_checkpoint
 from ckptmgr.core.model import State
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.maintenance.export import export_weights
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run
 from tests.faults.straced import Call, python
 from tests.faults.training import SERIES, state_of, value_of

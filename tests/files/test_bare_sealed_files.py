@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem
-from ckptmgr.files.open_checkpoint import open_checkpoint
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.files.state_file import load_state, save_state
+from ckptmgr import (
+    CorruptCheckpoint,
+    KeyProblem,
+    load_checkpoint,
+    load_state,
+    open_checkpoint,
+    save_state,
+)
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import run
 from tests.support.cut_overwrites import NAME, WRITERS, fail

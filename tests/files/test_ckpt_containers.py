@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
     UnsafeWrite,
+    load_checkpoint,
+    open_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
@@ -26,7 +27,6 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.maintenance import convert

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     ChecksumMismatch,
     CorruptCheckpoint,
     StoreFull,
@@ -21,6 +22,9 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.names import parse_name, parse_step_name, restart_prefix
 from ckptmgr.core.shard_names import parse_shard_name
@@ -30,9 +34,7 @@ from ckptmgr.files.load.compressed import check_frames, read_frames
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.open_checkpoint import open_checkpoint
 from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.filesystem import OsFileSystem
@@ -42,7 +44,6 @@ from ckptmgr.maintenance.verify import Level, Status, Verification, verify_check
 from ckptmgr.parallel.mindspore.rank_files import find_rank_files
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.files.test_frame_writer import MemoryFile, image_with
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import flip, only, overwrite

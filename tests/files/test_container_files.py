@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save_file
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
@@ -19,6 +20,8 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsafeWrite,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.names import parse_name, parse_step_name, restart_prefix
 from ckptmgr.core.trust import Trust
@@ -26,14 +29,12 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.container import open_container_file
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.convert_source import open_plaintext
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.saved import flip, only, overwrite
 
 KEY = bytes(range(16))

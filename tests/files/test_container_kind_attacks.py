@@ -17,16 +17,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CkptmgrError,
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
     TruncatedCheckpoint,
     UnsupportedCheckpoint,
+    save_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance import convert

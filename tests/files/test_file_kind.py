@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import TamperedCheckpoint
+from ckptmgr import TamperedCheckpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
 from ckptmgr.store.manifest.codec import PLACEHOLDER, manifest_name

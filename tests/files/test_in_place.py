@@ -16,8 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StateMismatch,
+)
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.in_place import InPlaceState
@@ -25,7 +30,6 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import StoredState
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.series.reader import SeriesReader
-from ckptmgr.state.tree import StateMismatch
 from ckptmgr.store.store import Store
 from tests.support.saved import flip
 from tests.support.surface import KEY

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import (
+from ckptmgr import (
     ChecksumMismatch,
     CkptmgrError,
     CorruptCheckpoint,
@@ -22,7 +20,9 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    save_checkpoint,
 )
+from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.crypto.keys.key import Key

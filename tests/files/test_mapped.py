@@ -12,9 +12,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    TruncatedError,
+    UnsupportedCheckpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.io.files import CachedFile
 from ckptmgr.store.manifest.codec import manifest_name

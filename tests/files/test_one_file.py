@@ -11,15 +11,17 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
+    CkptmgrError,
+    StoreLocked,
+    UnsupportedCheckpoint,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
+    save_file,
     save_state,
 )
-from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.core.model import State
-from ckptmgr.integrations.safetensors import save_file
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.cli.running import run

@@ -10,10 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_checkpoint
-from ckptmgr.core.errors import SaveFailed
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    SaveFailed,
+    TruncatedError,
+    save_checkpoint,
+)
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import UncachedFile
 from ckptmgr.io.filesystem import InputFile, OsFileSystem

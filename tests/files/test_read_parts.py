@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr import CorruptCheckpoint, save_checkpoint
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.ranges import read_parts

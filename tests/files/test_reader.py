@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -22,6 +21,9 @@ from ckptmgr.core.errors import (
     TamperedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, UnsupportedState
-from ckptmgr.files.state_file import load_state, save_state
+from ckptmgr import CkptmgrError, UnsupportedState, load_state, save_state
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.support.saved import overwrite
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreFull, UnsupportedCheckpoint
+from ckptmgr import CkptmgrError, KeyProblem, StoreFull, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source

@@ -14,14 +14,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, load_param_into_net, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
 )
 from ckptmgr.files.load.network import load_into
 from ckptmgr.store.store import Store

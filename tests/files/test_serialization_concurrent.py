@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, StoreLocked
+from ckptmgr import ChecksumMismatch, StoreLocked, load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.store.store import Store
 from tests.faults.killed import ROOT, kill_during_write

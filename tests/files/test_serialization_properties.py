@@ -19,9 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source

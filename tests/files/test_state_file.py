@@ -11,18 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_checkpoint, save_state
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CheckpointNotFound,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
+    StateMismatch,
     UnprovenCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_state,
+    save_checkpoint,
+    save_state,
 )
-from ckptmgr.state.paths import StateMismatch
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.support.saved import overwrite
 

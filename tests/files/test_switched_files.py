@@ -10,14 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CkptmgrError, load_checkpoint, save_checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.maintenance.convert import decrypt_file
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     ChecksumMismatch,
     CkptmgrError,
@@ -25,12 +25,12 @@ from ckptmgr.core.errors import (
     UnsafeWrite,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
 )
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.convert_source import open_plaintext

@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
+from ckptmgr import UnsafePrune, parse_policy
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
 from ckptmgr.maintenance.foreign.place import ForeignPlace
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.verdict import Status, Verification
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import any_run, deepspeed_run, golden_run, megatron_run, write_archive

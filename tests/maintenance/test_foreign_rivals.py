@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
+from ckptmgr import CheckpointNotFound, StoreLocked, parse_policy
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.foreign.place import ForeignPlace
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import golden_run

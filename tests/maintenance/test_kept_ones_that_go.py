@@ -10,14 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, UnsafePrune, parse_policy, save_checkpoint
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.pruning import carry_out, propose
 from tests.support.saved import overwrite, save_run
 from tests.support.visiteddisk import DiskVisitedAtLock

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
+from ckptmgr import ChecksumMismatch, CkptmgrError, save_checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CheckpointNotFound,
     CkptmgrError,
     KeyProblem,
@@ -22,8 +22,9 @@ from ckptmgr.core.errors import (
     UnsafeWrite,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
@@ -31,7 +32,6 @@ from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.convert_source import open_plaintext

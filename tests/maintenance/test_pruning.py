@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr import CheckpointNotFound, StoreLocked, UnsafePrune, parse_policy
 from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveOptions
@@ -21,7 +21,6 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.prune import Proposal, undo
 from ckptmgr.observe import observers as observe
 from ckptmgr.observe.events import Event
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.applied import Applied
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store

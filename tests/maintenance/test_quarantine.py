@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked, UnsafePrune
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, StoreLocked, UnsafePrune
+from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.store.store import Store

@@ -11,23 +11,26 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
     CorruptCheckpoint,
     KeyProblem,
     SaveFailed,
     StoreLocked,
     UnsafeWrite,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import Outcome, RecompressResult, recompress
@@ -35,7 +38,6 @@ from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import flip, overwrite, save_run
 

@@ -10,8 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, SaveFailed, UnsafeWrite
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
+    SaveFailed,
+    UnsafeWrite,
+    load_checkpoint,
+)
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.container.unlock import unlock
@@ -19,7 +26,6 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyRing
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import recompress
@@ -31,7 +37,6 @@ from ckptmgr.maintenance.rekey import (
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
 from tests.support.saved import flip, only
 

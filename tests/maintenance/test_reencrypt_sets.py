@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
@@ -18,7 +19,7 @@ from ckptmgr.core.errors import (
     StoreLocked,
     UnsafeWrite,
 )
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.unlock import unlock
 from ckptmgr.crypto.keys.key import Key

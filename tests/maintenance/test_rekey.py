@@ -10,8 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsafeWrite, UnsealedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsafeWrite,
+    UnsealedCheckpoint,
+)
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.source import open_container
@@ -34,7 +40,6 @@ from ckptmgr.maintenance.rekey import (
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import RUNS
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put

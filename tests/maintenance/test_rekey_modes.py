@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import UnsafeWrite
 from ckptmgr.cli.exits import Exit
-from ckptmgr.core.errors import UnsafeWrite
 from ckptmgr.crypto.container.unlock import unlock
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance.rekey import open_for_rekeying, plan_rekeying, reencrypt_checkpoint

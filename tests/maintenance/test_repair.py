@@ -11,15 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    StoreLocked,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
@@ -25,7 +30,6 @@ from ckptmgr.maintenance.repair_source import RepairResult
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock
 from tests.parallel.test_sharded_state import job

@@ -10,8 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, load_checkpoint
-from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    UnprovenCheckpoint,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+)
 from ckptmgr.core.model import State
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.store.manifest.codec import SUFFIX, manifest_name

@@ -15,9 +15,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, load_checkpoint, open_checkpoint, save_checkpoint
+from ckptmgr import (
+    CheckpointManager,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.cli.selectors import select_one
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions

@@ -18,8 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions

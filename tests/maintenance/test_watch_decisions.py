@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.model import Checkpoint, Link, State
+from ckptmgr import Checkpoint
+from ckptmgr.core.model import Link, State
 from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
 from ckptmgr.maintenance.watch.model import AlarmKey, Holder, Limits, Listing, Report, Seen

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, parse_policy
 from ckptmgr.io.leases import ProcProcesses, lease_path
 from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.model import Limits, Report
 from ckptmgr.maintenance.watch.watcher import Settings, Watcher
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.support.saved import save_run

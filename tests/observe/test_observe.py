@@ -15,25 +15,31 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_state
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CorruptCheckpoint,
+    MemoryConfig,
+    ModelCheckpoint,
     SaveFailed,
+    SaveHandle,
     SaveSuperseded,
     StagingExhausted,
     StoreLocked,
     UnsupportedState,
+    load_checkpoint,
+    parse_policy,
+    save_checkpoint,
+    save_state,
 )
-from ckptmgr.core.handle import SaveHandle, SaveStats
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+from ckptmgr.config.memory import MIB
+from ckptmgr.core.handle import SaveStats
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.observe import observers as observe
 from ckptmgr.observe.log import LogObserver, sentence
 from ckptmgr.observe.observers import Event, Observers
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_with, state_of
 from tests.support.failingdisk import FailingDisk

@@ -12,13 +12,12 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, RanksMissing
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import RanksMissing
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store

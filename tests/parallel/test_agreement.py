@@ -7,14 +7,19 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptmgr.core.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    ChecksumMismatch,
+    KeyProblem,
+    RanksMissing,
+    RanksOutOfStep,
+    ResumeFailed,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.series.candidates import newest_first
 from ckptmgr.store.manifest.codec import manifest_name

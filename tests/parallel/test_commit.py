@@ -8,12 +8,10 @@ from collections import defaultdict
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed, StoreFull
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, RankFailed, RanksMissing, SaveFailed, StoreFull
+from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.shards import RankFiles
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with

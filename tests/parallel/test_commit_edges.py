@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, RankFailed, RanksOutOfStep, SaveFailed
+from ckptmgr.core.model import State
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import Failure, RankFailed
+from ckptmgr.parallel.errors import Failure
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name

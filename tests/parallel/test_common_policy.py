@@ -8,22 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
+    CheckpointManager,
     EverySeconds,
     EverySteps,
-    LastSave,
     Never,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    RanksOutOfStep,
 )
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
 
 

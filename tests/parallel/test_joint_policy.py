@@ -10,24 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
-from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.parallel.team import policy_of_all
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
+    CheckpointManager,
     EverySeconds,
     EverySteps,
-    LastSave,
     Overhead,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    RanksOutOfStep,
 )
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel import SharedDirectory
+from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
+from ckptmgr.parallel.team import policy_of_all
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 
 

@@ -8,13 +8,11 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Resumption
+from ckptmgr.core.model import State
 from ckptmgr.store.listing import lone_sets
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train

@@ -15,20 +15,25 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import SaveFailed, UnsupportedState
+from ckptmgr import (
+    CheckpointConfig,
+    ModelCheckpoint,
+    RankFailed,
+    RanksMissing,
+    RanksOutOfStep,
+    Resumed,
+    SaveFailed,
+    UnsupportedState,
+    load_checkpoint,
+)
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.store.store import Store
-from ckptmgr.training.callback import ModelCheckpoint, Resumed
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.parallel.ranks import (
     TIMEOUT_S,

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptmgr import ResumeFailed
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.parallel.ranks import WORLD

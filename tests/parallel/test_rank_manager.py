@@ -11,9 +11,20 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    MemoryConfig,
+    RankFailed,
+    RanksMissing,
+    RanksOutOfStep,
+    ResumeFailed,
+    Resumption,
+    StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
@@ -21,13 +32,8 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus, FileSystem
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.observe.observers import Event, Observer
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed, ResumeFailed
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 from tests.support.crashmodel import FailingDisk, ModelDisk

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, UnprovenCheckpoint
+from ckptmgr import KeyProblem, UnprovenCheckpoint, load_checkpoint, save_checkpoint
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.parallel import (
     WrittenFiles,

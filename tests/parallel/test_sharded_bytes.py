@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 

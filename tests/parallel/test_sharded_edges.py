@@ -11,8 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CheckpointManager,
+    CkptmgrError,
+    CorruptCheckpoint,
+    StateMismatch,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.core.regions import Interval
 from ckptmgr.files.load import shard_files as open_shards
 from ckptmgr.files.load.options import ReadOptions
@@ -22,13 +28,11 @@ from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.state import SKELETON
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.state.paths import dump_skeleton
-from ckptmgr.state.tree import StateMismatch
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job

@@ -15,22 +15,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CheckpointNotFound,
     CorruptCheckpoint,
+    Resumption,
     SaveFailed,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
 )
 from ckptmgr.core.model import State
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import LayoutError, ParallelLayout
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
@@ -14,7 +15,6 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS
 from tests.parallel.test_rank_manager import run, state
 from tests.support.crashmodel import ModelDisk

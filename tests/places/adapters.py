@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, Self
 
-from ckptmgr.core.errors import UnsupportedCheckpoint
-from ckptmgr.core.model import ORDER, UNFINISHED, Checkpoint, Pin
+from ckptmgr import Checkpoint, UnsupportedCheckpoint, parse_policy
+from ckptmgr.core.model import ORDER, UNFINISHED, Pin
 from ckptmgr.core.shard_names import new_attempt_id, shard_name
 from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
@@ -33,7 +33,6 @@ from ckptmgr.objects.directory import DATA
 from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects
 from ckptmgr.parallel.rank_writer import RankWriter
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest, manifest_name

@@ -16,12 +16,10 @@ from typing import Self
 
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, UnsafePrune
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CorruptCheckpoint, UnsafePrune, parse_policy, plan
+from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import hold_lease
-from ckptmgr.policy.retention import plan
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.testing.places import Capability, PlaceBehaviours, PlaceUnderTest
 

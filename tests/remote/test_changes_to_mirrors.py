@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import UnsafeWrite
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Mirror, UnsafeWrite
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions

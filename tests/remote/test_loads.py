@@ -29,7 +29,7 @@ from ckptmgr import (
     save_state,
 )
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import flip, overwrite

@@ -12,11 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, SaveFailed, UnsafeWrite
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    KeyProblem,
+    Mirror,
+    SaveFailed,
+    UnsafeWrite,
+)
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.events import Event
-from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel import SharedDirectory
 from ckptmgr.remote import mirror as mirrors
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.failingdisk import FailingDisk

@@ -13,13 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import StoreLocked, UnsafeWrite
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Mirror,
+    Resumption,
+    StoreLocked,
+    UnsafeWrite,
+)
 from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.observe.events import Event
 from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
 from tests.cli.running import run
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import KEY, flip

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     KeyProblem,
     StoreFull,
     StoreLocked,
@@ -28,8 +29,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.observe.events import Event
-from ckptmgr.parallel.mindspore.context import AutoParallelContext
-from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel import AutoParallelContext, SharedDirectory
 from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.support.counted_objects import CountedObjects

@@ -18,8 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, save_state
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import CheckpointManager, StoreLocked, save_state
 from ckptmgr.io.filesystem import OsFileSystem
 
 pytest.importorskip("obstore")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, parse_policy
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.maintenance.watch.directory import WatchedDirectory
 from ckptmgr.maintenance.watch.mirroring import Upload
-from ckptmgr.policy.text import parse_policy
 from tests.cli.running import run
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.saved import save_run

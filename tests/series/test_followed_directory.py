@@ -14,9 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.core.model import Checkpoint, Pin
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CheckpointNotFound
+from ckptmgr.core.model import Pin
 from ckptmgr.io.filesystem import FileStatus, FileSystem, OsFileSystem
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.temp_names import is_temp_of

@@ -14,15 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, StoreLocked, parse_policy
 from ckptmgr.core.model import State
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import add_worker_text, lock_descriptor
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from ckptmgr.store.manifest.codec import manifest_name

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, StoreLocked
+from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.files import FileHead

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.model import Checkpoint, Link, State
+from ckptmgr import Checkpoint, CkptmgrError
+from ckptmgr.core.model import Link, State
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.store.manifest.codec import PLACEHOLDER, Manifest, decode, encode, manifest_name
 from ckptmgr.store.manifest.fast_reader import checkpoint_in

@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import CheckpointManager, StoreLocked
 from ckptmgr.io.filesystem import FileStatus, OsFileSystem
 from ckptmgr.io.leases import ProcProcesses, hold_lease, lease_path
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CorruptCheckpoint
-from ckptmgr.core.model import Checkpoint, Link, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CorruptCheckpoint
+from ckptmgr.core.model import Link, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.options import ReadOptions

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
+from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.io.files import FileHead

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CkptmgrError,
     CorruptCheckpoint,
     KeyProblem,

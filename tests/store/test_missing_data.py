@@ -12,13 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resumption
-from ckptmgr.core.errors import UnprovenCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    Resumption,
+    Skipped,
+    UnprovenCheckpoint,
+)
 from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.series.candidates import Skipped
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.recovery import remove_dead_temps

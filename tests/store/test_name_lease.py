@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses, lease_path
 from ckptmgr.io.temp_names import temp_name

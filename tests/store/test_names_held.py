@@ -15,25 +15,30 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    StoreLocked,
+    load_checkpoint,
+    parse_policy,
+    save_checkpoint,
+)
+from ckptmgr.core.model import State
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store import change_leases
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
-from ckptmgr.training.manager import CheckpointManager
 from tests.support import rekeying
 from tests.support.pruning import carry_out, propose
 from tests.support.rekeying import opens, ring

@@ -11,13 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Pin, State
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, encode, manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.cut_overwrites import NAME, save
 from tests.support.manifests import manifest
 

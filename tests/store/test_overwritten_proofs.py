@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, UnsealedCheckpoint
+from ckptmgr import KeyProblem, UnsealedCheckpoint, load_checkpoint, save_checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, manifest_name
 from ckptmgr.store.manifest.reader import ManifestContent

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptmgr
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, UnsafePrune, UnsafeWrite
 from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name, parse_shard_name
 from ckptmgr.objects.directory import data_key

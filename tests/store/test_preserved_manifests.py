@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, KeyProblem, TamperedCheckpoint
+from ckptmgr import CkptmgrError, KeyProblem, TamperedCheckpoint
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key

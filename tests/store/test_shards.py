@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import (
     is_set_name,
     new_attempt_id,

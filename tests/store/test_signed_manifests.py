@@ -24,19 +24,17 @@ from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
     CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
     ModelCheckpoint,
+    TamperedCheckpoint,
+    UnprovenCheckpoint,
+    UnsealedCheckpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
 from ckptmgr.config.checks import check_trusted_keys
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnprovenCheckpoint,
-    UnsealedCheckpoint,
-)
 from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key

@@ -10,14 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, StoreFull, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr import (
+    Checkpoint,
+    CorruptCheckpoint,
+    StoreFull,
+    UnsafePrune,
+    UnsupportedCheckpoint,
+    plan,
+    save_checkpoint,
+)
+from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.serialization import save_checkpoint
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.io.leases import series_tag
-from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import Last
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of

@@ -13,17 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr import CheckpointManager, CkptmgrError, StoreLocked, parse_policy
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.recovery import remove_dead_temps
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.pruning import carry_out, propose
 from tests.support.saved import save_run
 from tests.support.visiteddisk import VisitedDisk

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, UnsafePrune
+from ckptmgr.core.model import State
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name

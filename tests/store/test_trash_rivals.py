@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
+from ckptmgr import CheckpointNotFound, StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.store.manifest.codec import manifest_name

@@ -13,12 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.regions import ByteRun
 from ckptmgr.files.save.job import SaveOptions
@@ -27,18 +28,21 @@ from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
-from ckptmgr.parallel.mindspore.outputs import write_file
-from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, find_rank_files
-from ckptmgr.parallel.mindspore.rank_steps import choose_step
-from ckptmgr.parallel.mindspore.reshard import rank_list_for_transform
-from ckptmgr.parallel.mindspore.resharder import Resharder
-from ckptmgr.parallel.mindspore.transform import (
-    reading_options,
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
+    SliceMissing,
+    rank_list_for_transform,
+    read_layouts,
     transform_checkpoint_by_rank,
     transform_checkpoints,
 )
+from ckptmgr.parallel.layout import whole
+from ckptmgr.parallel.mindspore.outputs import write_file
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, find_rank_files
+from ckptmgr.parallel.mindspore.rank_steps import choose_step
+from ckptmgr.parallel.mindspore.resharder import Resharder
+from ckptmgr.parallel.mindspore.transform import reading_options
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transform"
 PAIRS = sorted(folder.name for folder in GOLDEN.glob("*__to__*"))

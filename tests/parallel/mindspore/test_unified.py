@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr import CheckpointNotFound, CorruptCheckpoint, open_checkpoint, save_checkpoint
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
-from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-from ckptmgr.parallel.mindspore.distributed import (
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
+    SliceMissing,
     load_distributed_checkpoint,
     load_segmented_checkpoints,
+    read_layouts,
+    unified_safetensors,
 )
 from ckptmgr.parallel.mindspore.outputs import write_file
 from ckptmgr.parallel.mindspore.slices import region_of
-from ckptmgr.parallel.mindspore.unified import unified_safetensors
 from tests.parallel.mindspore.test_transform import GOLDEN, KEY, assert_same, loaded, strategy_file
 
 RECORDED: dict[str, Any] = json.loads((GOLDEN / "other_functions.json").read_text())
