@@ -18,11 +18,11 @@ from ckptmgr import (
 )
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.crypto.keys.signing import SigningKey
 from tests.cli.running import run, run_process
+from tests.support import api
 from tests.support.saved import KEY, save_run
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 PRIVATE, PUBLIC = generate_pair("x25519")
 STRANGER = 12_345
 

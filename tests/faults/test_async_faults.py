@@ -24,9 +24,8 @@ from ckptmgr import (
     StoreLocked,
     load_checkpoint,
 )
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.held import (
     TIMEOUT_S,
     HeldDisk,
@@ -152,7 +151,7 @@ def test_callback_tries_the_last_step_and_raises_at_the_end(tmp_path: Path) -> N
     with pytest.raises(OSError, match="became full"):
         loop.end()
     assert data_files(tmp_path) == ["net-1_2.ckpt"]
-    with Store(tmp_path).lease("net"):  # given back
+    with api.place(tmp_path).lease("net"):  # given back
         pass
 
 
@@ -168,7 +167,7 @@ def test_callback_gives_the_lease_back_when_the_last_step_fails_too(tmp_path: Pa
     loop.step = 5
     with pytest.raises(TypeError):
         loop.end()
-    with Store(tmp_path).lease("net"):
+    with api.place(tmp_path).lease("net"):
         pass
 
 
@@ -589,9 +588,9 @@ def training_with_a_held_save(
 def impatient(runs: Path, waited: list[float]) -> SeriesWriter:
     """Return a writer whose time passes only while it waits; it notes how long."""
     return SeriesWriter(
-        Store(runs),
+        api.place(runs),
         "ckpt",
-        options=SaveOptions(),
+        options=api.SaveOptions(),
         clock=lambda: 0.0,
         monotonic=lambda: sum(waited),
         pause=waited.append,

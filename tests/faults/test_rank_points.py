@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr import Checkpoint, RankFailed, SaveFailed
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob
+from ckptmgr.files.save.job import FixedName, SaveJob
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted
@@ -28,6 +28,7 @@ from tests.parallel.ranks import (
     run_ranks,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 
 WORLD = 2
@@ -118,7 +119,7 @@ class Trial:
         writer = self.job.writer(rank, self.disks[rank], seat=seat)
         items = [*tree.flatten(state_of(rank, 2)).tensors]
 
-        job = SaveJob(naming=FixedName(NEW), facts=SaveFacts(step=2), items=items)
+        job = SaveJob(naming=FixedName(NEW), facts=api.SaveFacts(step=2), items=items)
         engine = SaveEngine("thread" if self.point.is_in_background else "sync", has_peers=True)
         try:
             handle = engine.run(job, writer)

@@ -19,10 +19,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckptmgr import CheckpointConfig, CheckpointManager, KeyProblem, export_weights, load_checkpoint
-from ckptmgr.core.model import State
 from tests.cli.running import run
 from tests.faults.straced import Call, python
 from tests.faults.training import SERIES, state_of, value_of
+from tests.support import api
 
 OLD_KEY, NEW_KEY = "old.key", "new.key"
 _NO_CHECKPOINT = 10
@@ -65,7 +65,7 @@ def check_directory(directory: Path, *, must: set[int], may: set[int]) -> None:
         found = {checkpoint.step: checkpoint for checkpoint in manager.checkpoints()}
         assert must <= set(found) <= must | may
         for step, checkpoint in found.items():
-            assert checkpoint.state is State.OK
+            assert checkpoint.state is api.State.OK
             assert value_of(manager.load(checkpoint)) == 10.0 * step
         assert resumption.step == max(found, default=0)
         assert (0 if latest is None else latest.step) == resumption.step

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CkptmgrError, UnsupportedState, load_state, save_state
-from ckptmgr.store.manifest.codec import manifest_name
+from tests.support import api
 from tests.support.saved import overwrite
 
 OWN = ["ckptmgr.tree", "ckptmgr.tree_crc32", "ckptmgr.pieces", "ckptmgr.data"]
@@ -67,6 +67,6 @@ def test_second_names_are_covered_by_the_manifest_and_by_no_crc(tmp_path: Path) 
     overwrite(path, path.read_bytes().replace(b'"tied":"a"', b'"tide":"a"'))
     with pytest.raises(CkptmgrError):
         load_state(path)
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     loaded: Any = load_state(path)
     np.testing.assert_array_equal(loaded["tied"], values)

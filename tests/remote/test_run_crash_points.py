@@ -13,8 +13,8 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote import writer as writers
-from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, run, run_json
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import save_run
 
@@ -146,7 +146,7 @@ def test_prune_that_ends_at_any_request_loses_nothing_and_the_next_one_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_run(tmp_path / "runs", [1, 2])
-    store = Store(tmp_path / "runs")
+    store = api.place(tmp_path / "runs")
     made: list[Objects] = []
     monkeypatch.setattr(requests, "open_objects", lambda url: made[-1])
 

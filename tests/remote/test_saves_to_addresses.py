@@ -26,12 +26,11 @@ from ckptmgr import (
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel import AutoParallelContext, SharedDirectory
 from ckptmgr.remote import writer as writers
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, OTHER_KEY, flip
@@ -286,7 +285,7 @@ def test_failed_upload_is_tried_again_as_on_error_says(
     config = CheckpointConfig(async_save=True, on_error="retry(2)")
     with CheckpointManager(url, config) as manager:
         manager.save(1, _state(1))
-    assert listed(open_objects(url)) == {"ckpt-1.ckpt": State.OK}
+    assert listed(open_objects(url)) == {"ckpt-1.ckpt": api.State.OK}
 
 
 def test_address_may_be_a_path_which_has_lost_a_slash() -> None:
@@ -507,7 +506,7 @@ def test_staging_folder_is_private_and_must_be(machine: Path) -> None:
 
 
 def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="write_at", error=errno.ENOSPC, call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="write_at", error=errno.ENOSPC, call=1)
     with (
         pytest.raises(StoreFull) as caught,
         CheckpointManager(new_url(), fs=disk) as manager,
@@ -520,8 +519,8 @@ def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
 
 
 def test_error_that_is_not_of_the_disk_says_nothing_of_folders() -> None:
-    class Short(OsFileSystem):
-        def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    class Short(api.OsFileSystem):
+        def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
             raise MemoryError("no buffer")
 
     with (
