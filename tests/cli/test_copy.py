@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import KEY, flip, items, save_run
 
@@ -89,7 +87,7 @@ def test_local_folder_of_the_local_store_is_a_store(runs: Path, tmp_path: Path) 
 def test_encrypted_checkpoint_needs_no_key_and_with_a_wrong_one_it_is_refused(
     tmp_path: Path,
 ) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=items()[:2])
     url = new_url()
     assert run("copy", tmp_path / "runs", url).exit_code == 0
@@ -185,8 +183,8 @@ def test_killed_download_is_continued_where_it_was_cut(tmp_path: Path, is_too_lo
     save_run(tmp_path / "runs", [1], content=_tensor(big))
     objects = open_objects(new_url())
     there = RemoteDirectory(objects, clock=lambda: 0.0)
-    there.upload(Store(tmp_path / "runs"), "net-1_1.ckpt")
-    target = Store(tmp_path / "back", trust=Trust())
+    there.upload(api.place(tmp_path / "runs"), "net-1_1.ckpt")
+    target = api.place(tmp_path / "back", trust=api.Trust())
     with target.lease("net"):
         with contextlib.suppress(Died):
             dying = CountedObjects(objects, last=3, is_over=False)

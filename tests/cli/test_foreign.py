@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.foreign.layouts import LAYOUTS
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.cli.test_prune import Terminal
+from tests.support import api
 from tests.support.foreign import (
     GOLDEN,
     TOOLS,
@@ -515,14 +515,14 @@ def test_entry_that_cannot_be_moved_stays_and_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = any_run("torchtitan", tmp_path / "run")
-    replace = OsFileSystem.replace
+    replace = api.OsFileSystem.replace
 
-    def refused(disk: OsFileSystem, source: Path, target: Path) -> None:
+    def refused(disk: api.OsFileSystem, source: Path, target: Path) -> None:
         if source.name == "step-1":
             raise PermissionError(1, "Operation not permitted", str(source))
         replace(disk, source, target)
 
-    monkeypatch.setattr(OsFileSystem, "replace", refused)
+    monkeypatch.setattr(api.OsFileSystem, "replace", refused)
     result = run("prune", directory, "--keep", "last(1)", "--yes", now_s=LATER_S)
     assert result.exit_code == 2
     assert "Operation not permitted" in result.stderr

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CkptmgrError
 from ckptmgr.cli.policy_file import keep_in
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import NOW_S, process_env, run, run_json, run_process
+from tests.support import api
 from tests.support.held import wait_until_asleep
 from tests.support.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
@@ -44,7 +43,7 @@ def runs(tmp_path: Path) -> Path:
 
 def steps(directory: Path) -> list[int]:
     """Return the steps in a directory."""
-    return sorted(c.step for c in Store(directory).scan())
+    return sorted(c.step for c in api.listed(directory))
 
 
 PLAN = """\
@@ -334,7 +333,7 @@ def test_missing_directory_exits_10(tmp_path: Path) -> None:
 
 
 def test_locked_series_exits_11_and_names_the_owner(runs: Path) -> None:
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         result = run("prune", runs, "--keep", "last(2)", "--yes")
     assert result.exit_code == 11
     assert f"process {os.getpid()}" in result.stderr
@@ -343,7 +342,7 @@ def test_locked_series_exits_11_and_names_the_owner(runs: Path) -> None:
 
 def test_locked_series_does_not_stop_the_others(runs: Path) -> None:
     save_run(runs, [10, 20, 30], series="other")
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         result = run("prune", runs, "--keep", "last(2)", "--yes", "--json")
     assert result.exit_code == 11
     assert json.loads(result.stderr.splitlines()[-1])["error"] == "StoreLocked"
@@ -433,7 +432,7 @@ def test_long_history_is_drawn_in_groups(tmp_path: Path) -> None:
 
 
 def test_encrypted_run_is_pruned_without_and_with_its_key(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    save_run(tmp_path, [10, 20, 30], options=api.SaveOptions(key=KEY))
     assert run("prune", tmp_path, "--keep", "last(2)", "--yes").exit_code == 0
     env = {"CKPTMGR_KEY": KEY.raw.hex()}
     assert run("prune", tmp_path, "--keep", "last(1)", "--yes", env=env).exit_code == 0

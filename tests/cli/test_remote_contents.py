@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import KEY, flip, save_run
 from tests.support.stores_of_objects import open_as
 
@@ -63,7 +63,7 @@ def test_only_the_named_checkpoint_is_requested(url: str, monkeypatch: pytest.Mo
 
 
 def test_envelope_is_shown_without_a_key_and_tensors_with_it(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=())
     url = uploaded(tmp_path / "runs", new_url())
     summary = run_json("inspect", "latest", "--dir", url)["summary"]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store.manifest.codec import encode, manifest_name
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import KEY, flip, items, save_run
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
@@ -74,7 +73,7 @@ def test_verify_finds_a_damaged_object_and_missing_data(tmp_path: Path) -> None:
 
 
 def test_verify_of_encrypted_checkpoints_proves_them(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=items()[:2])
     url = new_url()
     run("copy", tmp_path / "runs", url)
@@ -88,7 +87,7 @@ def test_verify_of_encrypted_checkpoints_proves_them(tmp_path: Path) -> None:
 def test_sharded_checkpoint_is_listed_and_named_by_its_address(tmp_path: Path) -> None:
     for rank, content in enumerate(CONTENTS):
         (tmp_path / shard(rank)).write_bytes(content)
-    (tmp_path / manifest_name(SET)).write_bytes(encode(sharded()))
+    (tmp_path / api.manifest_name(SET)).write_bytes(api.encode_manifest(sharded()))
     url = new_url()
     assert run("copy", tmp_path, url).exit_code == 0
     (one,) = run_json("ls", url)["items"]

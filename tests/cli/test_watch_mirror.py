@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run
 from tests.cli.watching import schema, training, watching
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 from tests.support.json_schema import violations
 from tests.support.saved import KEY, flip, items, save_run
 
@@ -139,7 +139,7 @@ def test_checkpoint_whose_name_another_one_has_there_is_an_alarm_and_the_others_
 
 
 def test_encrypted_checkpoints_are_mirrored_without_their_key(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     (path,) = save_run(tmp_path, [1], options=options, content=items()[:2])
     url = f"file://{tmp_path}/mirror"
     reports_of(tmp_path, "--mirror", url)

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
+from ckptmgr import CheckpointNotFound, MemoryConfig, StagingExhausted
 from ckptmgr.engine.snapshots import Evictee, SnapshotCache, choose_victim, log_score
 from ckptmgr.engine.staging import StagingPool
 from tests.support.descriptors import nothing_stays_open, open_descriptors

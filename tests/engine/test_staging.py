@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import StagingExhausted
+from ckptmgr import MemoryConfig, StagingExhausted
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import StagingExhausted
+from ckptmgr import MemoryConfig, StagingExhausted
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.slabs import Slab, SlabPool
 from tests.support.descriptors import nothing_stays_open

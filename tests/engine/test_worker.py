@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, SaveFailed, StoreFull
 from ckptmgr.config.memory import MIB
-from ckptmgr.core.errors import SaveFailed, StoreFull
 from ckptmgr.engine import worker_client, worker_protocol
 from ckptmgr.engine.worker import NICENESS, Worker, _watch
 from ckptmgr.engine.worker_client import WorkerClient
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import (
     KEY,

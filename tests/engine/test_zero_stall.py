@@ -17,18 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import SaveFailed, SaveSuperseded, StagingExhausted
-from ckptmgr.core.handle import SaveHandle
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    ModelCheckpoint,
+    SaveFailed,
+    SaveHandle,
+    SaveSuperseded,
+    StagingExhausted,
+)
+from ckptmgr.config.memory import MIB
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.engine.zero_stall import DeferredState, Updates, defer
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, tensor_from_array
 from ckptmgr.state.arrays import jax_bytes
 from ckptmgr.state.tree import flatten
-from ckptmgr.training.callback import ModelCheckpoint
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.descriptors import open_descriptors
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, run_program
 from tests.support.held_staging import HeldStaging

@@ -15,8 +15,7 @@ from pathlib import Path
 
 import numpy  # noqa: F401  imports come first: what is injected must meet the save, not the loading of NumPy
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager
 from tests.faults.training import state_of
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 from tests.faults.training import (
     RUNS,
@@ -20,6 +19,7 @@ from tests.faults.training import (
     name_of,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
 from tests.support.diskimage import Snapshot
 from tests.support.failingdisk import FailingDisk
@@ -29,10 +29,10 @@ OLD: Content = {ONE: [10.0], TWO: [20.0]}
 NEW: Content = {THREE: [30.0]}
 NONE: Content = {}
 
-Wrap = Callable[[ModelDisk], FileSystem]
+Wrap = Callable[[ModelDisk], api.FileSystem]
 
 
-def as_it_is(disk: ModelDisk) -> FileSystem:
+def as_it_is(disk: ModelDisk) -> api.FileSystem:
     """Show the code under test the disk itself."""
     return disk
 

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreFull
-from ckptmgr.core.model import State
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointManager, StoreFull
 from tests.faults.scenarios import (
     FIRST_SAVE,
     NEXT_SAVE,
@@ -32,6 +30,7 @@ from tests.faults.training import (
     saved,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
 
 SAVES = {"first save": FIRST_SAVE, "next save": NEXT_SAVE, "overwrite": OVERWRITE}
@@ -263,4 +262,4 @@ def test_save_without_enough_space_changes_nothing() -> None:
             manager.save(2, state_of(20.0))
         assert set(disk.list(RUNS)) - {f".{SERIES}.lease"} == before
         disk.available_bytes = 1 << 30
-        assert saved(manager, 2, 20.0).state is State.OK
+        assert saved(manager, 2, 20.0).state is api.State.OK

@@ -13,15 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
+    ModelCheckpoint,
     TamperedCheckpoint,
     TruncatedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_checkpoint,
+    save_checkpoint,
 )
 from tests.support.surface import KEY, Loop, bare
 

@@ -12,8 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from tests.support.surface import bare
 

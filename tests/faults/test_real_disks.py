@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CkptmgrError
 from tests.faults.photographs import KINDS, Disks, Unavailable, copy, photographs
 from tests.faults.straced import ROOT, Call, changes, straced
 from tests.faults.works import WORKS, each_saver, each_work, prepare_second, without_sync

@@ -10,11 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr import Checkpoint, CheckpointManager, Resumption, StoreLocked, UnprovenCheckpoint
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
 from tests.support.damage import flip_bit, manifest_of, truncate
 
@@ -143,7 +141,7 @@ class Training(RuleBasedStateMachine):
 
     def listed(self) -> dict[str, Checkpoint]:
         found = self.trainer().store().scan()
-        unfinished = (State.LEFTOVER, State.WRITING, State.MISSING)
+        unfinished = (api.State.LEFTOVER, api.State.WRITING, api.State.MISSING)
         return {c.name: c for c in found if c.state not in unfinished}
 
     @precondition(lambda self: self.run is not None)
@@ -297,7 +295,7 @@ class Training(RuleBasedStateMachine):
     def what_was_promised_is_listed_and_loads(self) -> None:
         listed = self.listed()
         for name in self.known.intact:
-            assert listed[name].state is State.OK, listed[name]
+            assert listed[name].state is api.State.OK, listed[name]
         assert set(listed) <= self.known.intact.keys() | self.known.unusable
         manager = self.trainer().manager()
         for name, value in self.known.intact.items():

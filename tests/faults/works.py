@@ -18,15 +18,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem
-from ckptmgr.core.model import State
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.maintenance.export import export_weights
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, KeyProblem, export_weights, load_checkpoint
 from tests.cli.running import run
 from tests.faults.straced import Call, python
 from tests.faults.training import SERIES, state_of, value_of
+from tests.support import api
 
 OLD_KEY, NEW_KEY = "old.key", "new.key"
 _NO_CHECKPOINT = 10
@@ -69,7 +65,7 @@ def check_directory(directory: Path, *, must: set[int], may: set[int]) -> None:
         found = {checkpoint.step: checkpoint for checkpoint in manager.checkpoints()}
         assert must <= set(found) <= must | may
         for step, checkpoint in found.items():
-            assert checkpoint.state is State.OK
+            assert checkpoint.state is api.State.OK
             assert value_of(manager.load(checkpoint)) == 10.0 * step
         assert resumption.step == max(found, default=0)
         assert (0 if latest is None else latest.step) == resumption.step

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.container.source import open_container
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.save.compressed import (
     FrameFigures,
@@ -35,8 +34,9 @@ from ckptmgr.formats.source import BytesSource, Source, read_bytes
 from ckptmgr.formats.tensor import Tensor, TensorSpec, tensor_from_array
 from ckptmgr.io.digest import RANGE_BYTES, digest_of
 from ckptmgr.io.source_image import SourceImage
+from tests.support import api
 
-KEY = Key(bytes(range(32)))
+KEY = api.Key(bytes(range(32)))
 MODES = (None, "AES-GCM", "AES-CBC", "SM4-GCM", "SM4-CBC")
 NOISE = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 

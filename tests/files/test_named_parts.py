@@ -16,23 +16,22 @@ import safetensors.numpy
 from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
     ModelCheckpoint,
+    PackedArray,
+    StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    UnsupportedCheckpoint,
-    UnsupportedState,
-)
-from ckptmgr.formats.tensor import PackedArray
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.state.part import part_of
-from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.state.paths import TreeError
 from tests.parallel.ranks import Meeting, Seat
 from tests.support.saved import flip
 from tests.support.surface import Loop

@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.formats.errors import (
-    ChecksumError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-)
+from ckptmgr import TruncatedError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.file_crc import crc32, encode_trailer
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
 from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_TEXT_BYTES

@@ -12,12 +12,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.compressed.packer import FramePacker
 from ckptmgr.formats.compressed.plan import ElementRun, PlannedFrame, plan_frames, runs_of
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, STORED, ZSTD
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import tensor_from_array

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CorruptCheckpoint, UnsealedCheckpoint
+from ckptmgr import CorruptCheckpoint, UnsealedCheckpoint, load_checkpoint, save_checkpoint
 from tests.interop.states import (
     ENCRYPTED,
     ENCRYPTED_WITH_CRC,

@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import RangeSource, open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CkptmgrError,
     KeyProblem,
+    RangeSource,
     TamperedCheckpoint,
     TruncatedCheckpoint,
+    TruncatedError,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance import convert
 

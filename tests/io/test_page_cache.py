@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import TruncatedError, load_checkpoint, save_checkpoint
 from ckptmgr.io.byte_counters import counting
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.filesystem import InputFile

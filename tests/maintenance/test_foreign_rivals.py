@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import CheckpointNotFound, StoreLocked, parse_policy
 from ckptmgr.maintenance.foreign.place import ForeignPlace
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import golden_run
 from tests.support.pruning import carry_out, foreign_place, propose
@@ -29,13 +27,13 @@ NOW = datetime(2100, 1, 1, tzinfo=UTC)
 def pruned(tmp_path: Path) -> Path:
     """Return a directory with one batch in its trash."""
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
-    store = Store(run)
+    store = api.place(run)
     proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
     assert not carry_out(foreign_place(store), proposal).failures
     return run
 
 
-def visited(pruned: Path, visit: Callable[[Store], None]) -> Iterator[tuple[Path, Store]]:
+def visited(pruned: Path, visit: Callable[[api.Place], None]) -> Iterator[tuple[Path, api.Place]]:
     """Yield copies of a directory, and a store that a rival visits before its first call, second ..."""
     at = 1
     while True:
@@ -44,16 +42,16 @@ def visited(pruned: Path, visit: Callable[[Store], None]) -> Iterator[tuple[Path
 
         def come(run: Path = run) -> None:
             with contextlib.suppress(StoreLocked):
-                visit(Store(run))
+                visit(api.place(run))
 
         disk = VisitedDisk(come, at)
-        yield run, Store(run, fs=disk)
+        yield run, api.place(run, fs=disk)
         if not disk.was_visited:
             return
         at += 1
 
 
-def remove_batches(store: Store) -> None:
+def remove_batches(store: api.Place) -> None:
     trash = ForeignPlace(store).trash
     for batch in trash.batches():
         trash.discard(batch)
@@ -85,7 +83,7 @@ class _Rival(FailingDisk):
     """A disk that tries to lock the trash as another process whenever a folder is removed."""
 
     def __init__(self, run: Path) -> None:
-        super().__init__(OsFileSystem())
+        super().__init__(api.OsFileSystem())
         self._run = run
         self.was_locked: list[bool] = []
 
@@ -93,7 +91,7 @@ class _Rival(FailingDisk):
         super()._meet(operation, path)
         if operation == "remove_directory":
             try:
-                with ForeignPlace(Store(self._run)).lease("torchtitan-or-dcp"):
+                with ForeignPlace(api.place(self._run)).lease("torchtitan-or-dcp"):
                     self.was_locked.append(False)
             except StoreLocked:
                 self.was_locked.append(True)
@@ -101,6 +99,6 @@ class _Rival(FailingDisk):
 
 def test_undo_removes_the_empty_trash_while_other_processes_are_locked_out(pruned: Path) -> None:
     disk = _Rival(pruned)
-    store = Store(pruned, fs=disk)
+    store = api.place(pruned, fs=disk)
     undo(ForeignPlace(store))
     assert disk.was_locked == [True, True]

@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 
 MIB = 1 << 20
 PAGE = 64 << 10
@@ -27,7 +26,7 @@ SIX = ParallelLayout(device_matrix=(6,), tensor_map=((0,), ()))
 class CountingFile:
     """A file that notes which pages of 64 KiB are read from it, however often."""
 
-    def __init__(self, file: InputFile, pages: set[tuple[str, int]], name: str) -> None:
+    def __init__(self, file: api.InputFile, pages: set[tuple[str, int]], name: str) -> None:
         self._file = file
         self._pages = pages
         self._name = name
@@ -45,12 +44,12 @@ class CountingFile:
         self._file.close()
 
 
-class CountingFileSystem(OsFileSystem):
+class CountingFileSystem(api.OsFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.pages: set[tuple[str, int]] = set()
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         return CountingFile(super().open(path, is_uncached=is_uncached), self.pages, path.name)
 
 

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptmgr import RankFailed, RanksMissing, RanksOutOfStep
 from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, read_index
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel import Coordinator, LayoutError
 from ckptmgr.parallel.dedup import Sharing
-from ckptmgr.parallel.errors import LayoutError, RankFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 

@@ -16,14 +16,10 @@ from typing import Self
 
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, UnsafePrune
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import Checkpoint, CorruptCheckpoint, UnsafePrune, parse_policy, plan
 from ckptmgr.io.leases import hold_lease
-from ckptmgr.policy.retention import plan
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.testing.places import Capability, PlaceBehaviours, PlaceUnderTest
+from tests.support import api
 
 
 class TarFiles(PlaceUnderTest):
@@ -59,7 +55,7 @@ class TarFiles(PlaceUnderTest):
             saved_at=datetime.fromtimestamp(status.st_mtime, UTC),
             size_bytes=status.st_size,
             id=str(status.st_ino),
-            state=State.OK if self._is_whole(path) else State.CORRUPT,
+            state=api.State.OK if self._is_whole(path) else api.State.CORRUPT,
         )
 
     def _is_whole(self, path: Path) -> bool:
@@ -83,7 +79,7 @@ class TarFiles(PlaceUnderTest):
     def content(self, checkpoint: Checkpoint) -> bytes:
         return self._read(checkpoint.path)
 
-    def manifest(self, name: str) -> Manifest | None:
+    def manifest(self, name: str) -> api.Manifest | None:
         return None
 
     def free_space(self) -> int | None:
@@ -118,7 +114,7 @@ class TarFiles(PlaceUnderTest):
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        with hold_lease(OsFileSystem(), self.directory, "net"):
+        with hold_lease(api.OsFileSystem(), self.directory, "net"):
             yield
 
     def lock(self) -> contextlib.AbstractContextManager[None]:

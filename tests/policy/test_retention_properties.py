@@ -13,11 +13,9 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Plan
-from ckptmgr.policy.retention import dropped, plan
+from ckptmgr import Checkpoint, Plan, UnsafePrune, parse_policy, plan
+from ckptmgr.policy.retention import dropped
 from ckptmgr.policy.rules import Finding, RetentionPolicy, Rule
-from ckptmgr.policy.text import parse_policy
 from tests.support.policies import NOW, checkpoint, histories, rules
 
 _POLICIES = st.lists(rules(), min_size=1, max_size=3).map(lambda some: RetentionPolicy(tuple(some)))

@@ -17,10 +17,10 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
+    CkptmgrError,
     ModelCheckpoint,
     export_weights,
 )
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.objects import requests
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import checked_url, open_objects

@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint, save_state
-from ckptmgr.core.errors import UnsafeWrite
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, UnsafeWrite, save_checkpoint, save_state
 from ckptmgr.objects import staging
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import KEY

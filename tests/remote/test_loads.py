@@ -28,9 +28,9 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import flip, overwrite
 from tests.support.stores_of_objects import open_as, upload
@@ -394,7 +394,7 @@ def test_wrong_or_missing_key_is_a_key_problem_with_the_address(
 
 
 def test_signature_is_required_where_public_keys_are_given(tmp_path: Path) -> None:
-    signer, other = SigningKey.generate(), SigningKey.generate()
+    signer, other = api.SigningKey.generate(), api.SigningKey.generate()
     pem = tmp_path / "sign.pem"
     pem.write_bytes(signer.to_pem())
     pem.chmod(0o600)

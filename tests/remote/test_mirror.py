@@ -12,12 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, SaveFailed, UnsafeWrite
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    KeyProblem,
+    Mirror,
+    SaveFailed,
+    UnsafeWrite,
+)
 from ckptmgr.observe.events import Event
-from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel import SharedDirectory
 from ckptmgr.remote import mirror as mirrors
+from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, OTHER_KEY, flip
@@ -396,7 +403,7 @@ def test_name_that_another_run_has_there_is_refused_and_reported(
 
 
 def test_failed_save_has_a_failed_upload(tmp_path: Path) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="replace", error=errno.EROFS, call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="replace", error=errno.EROFS, call=1)
     config = CheckpointConfig(async_save=True)
     manager = CheckpointManager(tmp_path, config, mirror=new_url(), fs=disk)
     handle = manager.save(1, _state(1))

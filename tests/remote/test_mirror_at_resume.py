@@ -13,14 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import StoreLocked, UnsafeWrite
-from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Mirror,
+    Resumption,
+    StoreLocked,
+    UnsafeWrite,
+)
 from ckptmgr.observe.events import Event
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import KEY, flip
 
@@ -80,7 +83,7 @@ def _train(
 
 
 def _names(directory: Path) -> set[str]:
-    return {one.name for one in Store(directory).scan()}
+    return {one.name for one in api.listed(directory)}
 
 
 def _steps(*steps: int) -> set[str]:
@@ -153,8 +156,8 @@ def test_newest_that_is_not_whole_here_is_taken_from_the_mirror(
 def test_file_here_whose_manifest_is_damaged_is_not_replaced(tmp_path: Path) -> None:
     url, here = new_url(), tmp_path / "a"
     _train(here, url, 4)
-    (here / manifest_name("ckpt-4.ckpt")).chmod(0o600)
-    (here / manifest_name("ckpt-4.ckpt")).write_text("{")
+    (here / api.manifest_name("ckpt-4.ckpt")).chmod(0o600)
+    (here / api.manifest_name("ckpt-4.ckpt")).write_text("{")
     before = (here / "ckpt-4.ckpt").read_bytes()
     with pytest.raises(UnsafeWrite, match="another file has this name here") as caught:
         _train(here, url)
@@ -240,7 +243,7 @@ def test_of_two_that_went_on_from_one_the_later_is_taken_as_in_one_directory(
     assert (found.step, found.fetched_from) == (6, f"{url}/ckpt-6.ckpt")
     _train(tmp_path / "c", url, 1)
     (tmp_path / "a/ckpt-6.ckpt").unlink()
-    (tmp_path / "a" / manifest_name("ckpt-6.ckpt")).unlink()
+    (tmp_path / "a" / api.manifest_name("ckpt-6.ckpt")).unlink()
     _train(tmp_path / "a", None, 9)
     last = _train(tmp_path / "a", url)
     assert (last.step, last.fetched_from) == (13, None)
@@ -251,10 +254,10 @@ def test_newer_checkpoint_that_the_keys_do_not_prove_decides_nothing(tmp_path: P
     config = CheckpointConfig(keep="all", format="safetensors", enc_key=KEY.raw)
     _train(tmp_path / "a", url, 2, config=config)
     objects, name = open_objects(url), "ckpt-9.safetensors.ckpe"
-    manifest = Store(tmp_path / "a").read_manifest("ckpt-2.safetensors.ckpe")
+    manifest = api.place(tmp_path / "a").read_manifest("ckpt-2.safetensors.ckpe")
     assert manifest is not None
     planted = replace(manifest, step=9, sequence=9, file=replace(manifest.file, name=name))
-    objects.create(manifest_name(name), encode(planted))
+    objects.create(api.manifest_name(name), api.encode_manifest(planted))
     found = _train(tmp_path / "a", url, config=config)
     assert (found.step, found.fetched_from) == (2, None)
     assert [one.checkpoint.name for one in found.skipped] == [name]
@@ -264,7 +267,7 @@ def test_thousands_of_names_take_one_listing_and_few_requests(tmp_path: Path) ->
     url, steps = new_url(), 2000
     _train(tmp_path / "a", url, 2)
     _train(tmp_path / "b", url, 1)
-    manifest = Store(tmp_path / "b").read_manifest("ckpt-3.ckpt")
+    manifest = api.place(tmp_path / "b").read_manifest("ckpt-3.ckpt")
     assert manifest is not None
     objects = open_objects(url)
     for step in range(4, steps):
@@ -277,10 +280,10 @@ def test_thousands_of_names_take_one_listing_and_few_requests(tmp_path: Path) ->
             saved_at=later,
             file=replace(manifest.file, name=name),
         )
-        objects.create(manifest_name(name), encode(one))
+        objects.create(api.manifest_name(name), api.encode_manifest(one))
     counted = CountedObjects(objects)
-    here = Store(tmp_path / "a").scan()[0]
-    asked = ask_for_newer(directory_of(counted), here, trust=DEFAULT_TRUST)
+    here = api.listed(tmp_path / "a")[0]
+    asked = ask_for_newer(directory_of(counted), here, trust=api.DEFAULT_TRUST)
     assert max(one.step for one in asked.related) == steps - 1
     assert len(counted.requests) < 20
 

@@ -15,8 +15,15 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, save_state
-from ckptmgr.core.errors import CorruptCheckpoint, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    Mirror,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+    save_state,
+)
 from ckptmgr.objects.requests import open_objects
 from tests.cli.running import run, run_json
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr import Checkpoint, parse_policy
 from ckptmgr.maintenance.watch.directory import WatchedDirectory
 from ckptmgr.maintenance.watch.mirroring import Upload
-from ckptmgr.policy.text import parse_policy
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.saved import save_run
 
@@ -39,7 +38,7 @@ class Uploading:
         self.directory = directory
         self.mirror = WatchMirror(
             {directory: objects.url},
-            trust=DEFAULT_TRUST,
+            trust=api.DEFAULT_TRUST,
             keep=None if keep is None else parse_policy(keep),
             clock=lambda: _LATER_S,
             retry_s=0.0,
@@ -82,7 +81,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
 def saved_in(directory: Path, *steps: int) -> list[Checkpoint]:
     """Save steps, and return their checkpoints as a watch lists them."""
     save_run(directory, steps)
-    listing = WatchedDirectory(directory, trust=DEFAULT_TRUST).look(at=0.0)
+    listing = WatchedDirectory(directory, trust=api.DEFAULT_TRUST).look(at=0.0)
     return sorted((one.checkpoint for one in listing.seen), key=lambda one: one.order)
 
 
@@ -220,7 +219,7 @@ def test_watch_that_dies_at_a_request_leaves_whole_checkpoints_and_the_next_one_
     first.mirror.stop()
     uploaded = [saved[-number].name for number in range(1, found.count("uploaded") + 1)]
     assert set(uploaded) <= set(listed(objects))
-    assert set(listed(objects).values()) <= {State.OK}
+    assert set(listed(objects).values()) <= {api.State.OK}
     second = start(objects, keep="last(2)")
     second.want(*saved)
     assert "failed" not in second.outcomes(4)
@@ -256,4 +255,4 @@ def test_watch_that_ends_gives_up_its_upload(tmp_path: Path, start: Start) -> No
 
 
 def test_mirror_that_was_never_started_stops() -> None:
-    WatchMirror({}, trust=DEFAULT_TRUST, keep=None, clock=lambda: 0.0).stop()
+    WatchMirror({}, trust=api.DEFAULT_TRUST, keep=None, clock=lambda: 0.0).stop()

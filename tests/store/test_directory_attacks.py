@@ -19,16 +19,10 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
 from ckptmgr.core.names import extension_of
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import overwrite, verify_all
 
-KEY, SIGNER = bytes(range(16)), SigningKey(bytes(range(32)))
+KEY, SIGNER = bytes(range(16)), api.SigningKey(bytes(range(32)))
 STEPS = (1, 2, 3)
 
 
@@ -60,12 +54,10 @@ class Kind:
             options |= {"enc_key": KEY, "enc_mode": self.mode}
         return CheckpointConfig(**options, signing_key=SIGNER if self.is_signed else None)
 
-    def reading(self) -> ReadOptions:
-        return ReadOptions(
-            trust=Trust(
-                keys=None if self.mode is None else Key(KEY),
-                trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
-            ),
+    def reading(self) -> api.ReadOptions:
+        return api.reading(
+            keys=None if self.mode is None else api.Key(KEY),
+            trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
         )
 
 
@@ -115,7 +107,7 @@ def path_of(directory: Path, kind: Kind, step: int) -> Path:
 
 
 def manifest_of(path: Path) -> Path:
-    return path.with_name(manifest_name(path.name))
+    return api.manifest_of(path)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -249,7 +241,7 @@ def name_in_another_unicode_form(past: Path, run: Path, kind: Kind) -> None:
     )
 
 
-DAMAGED, UNPROVEN = Status.DAMAGED, Status.UNPROVEN
+DAMAGED, UNPROVEN = api.Status.DAMAGED, api.Status.UNPROVEN
 ACCIDENTS: dict[str, Callable[[Path, Path, Kind], None]] = {
     one.__name__: one
     for one in (
@@ -265,7 +257,7 @@ ACCIDENTS: dict[str, Callable[[Path, Path, Kind], None]] = {
         cut_manifest,
     )
 }
-FORGERIES: dict[str, tuple[Callable[[Path, Path, Kind], None], Status]] = {
+FORGERIES: dict[str, tuple[Callable[[Path, Path, Kind], None], api.Status]] = {
     "rename_pair": (rename_pair, DAMAGED),
     "restate_step": (restate_step, DAMAGED),
     "restate_sequence": (restate_sequence, DAMAGED),
@@ -296,9 +288,9 @@ def attacked(
     return run
 
 
-def statuses(run: Path, kind: Kind) -> dict[str, Status]:
+def statuses(run: Path, kind: Kind) -> dict[str, api.Status]:
     options = kind.reading()
-    store = Store(run, trust=options.trust)
+    store = api.place(run, trust=options.trust)
     answers = verify_all(store, options=options)
     return {answer.checkpoint.name: answer.status for answer in answers}
 
@@ -311,9 +303,9 @@ def test_changed_file_is_named_and_the_others_are_whole(
     kind = KINDS[name]
     run = attacked(made(name), tmp_path, kind, ACCIDENTS[attack])
     assert statuses(run, kind) == {
-        path_of(run, kind, 1).name: Status.OK,
+        path_of(run, kind, 1).name: api.Status.OK,
         path_of(run, kind, 2).name: DAMAGED,
-        path_of(run, kind, 3).name: Status.OK,
+        path_of(run, kind, 3).name: api.Status.OK,
     }
 
 
@@ -325,7 +317,7 @@ def test_link_pipe_or_device_in_place_of_a_file_is_named_and_passed_over(
     kind = KINDS[name]
     run = attacked(made(name), tmp_path, kind, NO_FILES[attack])
     found = statuses(run, kind)
-    assert found[path_of(run, kind, 2).name] in (DAMAGED, Status.UNREADABLE)
+    assert found[path_of(run, kind, 2).name] in (DAMAGED, api.Status.UNREADABLE)
     path_of(run, kind, 3).unlink()
     with CheckpointManager(run, kind.config(), prefix="net") as manager:
         assert manager.resume().step == 1

@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ckptmgr import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key

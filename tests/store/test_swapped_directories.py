@@ -13,17 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
-from ckptmgr.io.filesystem import FileSystem
+from ckptmgr import CheckpointManager, CkptmgrError, StoreLocked, parse_policy
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.recovery import remove_dead_temps
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
-from ckptmgr.training.manager import CheckpointManager
+from tests.support import api
 from tests.support.pruning import carry_out, propose
 from tests.support.saved import save_run
 from tests.support.visiteddisk import VisitedDisk
@@ -31,7 +28,7 @@ from tests.support.visiteddisk import VisitedDisk
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 POLICY = parse_policy("last(1)")
 
-Act = Callable[[FileSystem, Path], object]
+Act = Callable[[api.FileSystem, Path], object]
 Swap = Callable[[Path, Path], None]
 
 
@@ -40,7 +37,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with two checkpoints, and one that was thrown away."""
     directory = tmp_path_factory.mktemp("prepared") / "runs"
     save_run(directory, [10, 20, 30])
-    store = Store(directory)
+    store = api.place(directory)
     oldest = [c for c in store.scan() if c.name == "net-1_10.ckpt"]
     assert not DirectoryTrash(store).throw_away(oldest, DirectoryTrash(store).new_batch_path(NOW))
     host, boot, _, _ = ProcProcesses().token().split("-")
@@ -49,25 +46,25 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def prune(fs: FileSystem, directory: Path, *, days: int, at_once: bool) -> None:
-    store = Store(directory, fs=fs)
+def prune(fs: api.FileSystem, directory: Path, *, days: int, at_once: bool) -> None:
+    store = api.place(directory, fs=fs)
     proposal = propose(store, POLICY, now=NOW + timedelta(days=days))
     for error in carry_out(store, proposal, at_once=at_once).failures:
         raise error
 
 
-def take_back(fs: FileSystem, directory: Path) -> None:
-    undo(Store(directory, fs=fs))
+def take_back(fs: api.FileSystem, directory: Path) -> None:
+    undo(api.place(directory, fs=fs))
 
 
-def recover(fs: FileSystem, directory: Path) -> None:
-    store = Store(directory, fs=fs)
+def recover(fs: api.FileSystem, directory: Path) -> None:
+    store = api.place(directory, fs=fs)
     with store.lease("net"):
         store.recover("net")
 
 
-def reap(fs: FileSystem, directory: Path) -> None:
-    remove_dead_temps(fs, directory, Store(directory, fs=fs).processes)
+def reap(fs: api.FileSystem, directory: Path) -> None:
+    remove_dead_temps(fs, directory, api.place(directory, fs=fs).processes)
 
 
 ACTS: dict[str, Act] = {

@@ -20,21 +20,21 @@ import numpy as np
 import pytest
 
 from ckptmgr import (
+    Checkpoint,
     CheckpointConfig,
     CheckpointManager,
     CkptmgrError,
     ModelCheckpoint,
+    RanksMissing,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.held import HeldDisk

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr import ModelCheckpoint
+from ckptmgr import ModelCheckpoint, PackedArray
 from ckptmgr.files.load.values import MapArrays, Value
 from ckptmgr.formats.dtypes import BY_MINDSPORE, BY_NAME
-from ckptmgr.formats.tensor import PackedArray
 from tests.support.stored import Stored, StoredItem
 
 GOLDEN = Path(__file__).parents[1] / "golden"

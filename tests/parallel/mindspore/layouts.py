@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 
 
 @st.composite

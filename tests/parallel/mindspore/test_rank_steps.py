@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    KeyProblem,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel import (
     LayoutError,

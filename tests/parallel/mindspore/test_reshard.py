@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.core.regions import Interval, byte_runs
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-from ckptmgr.parallel.mindspore.reshard import (
-    needed_ranks,
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
     plan_region,
     plan_slice,
     rank_list_for_transform,
+    read_layouts,
 )
+from ckptmgr.parallel.mindspore.reshard import needed_ranks
 from ckptmgr.parallel.mindspore.slices import gathered_ranks, region_of
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 
