@@ -27,8 +27,8 @@ EverySteps(interval_steps=100)
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
@@ -39,13 +39,10 @@ from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
     check_file_mode,
-    check_is_bool,
     check_network,
     check_optional_count,
     check_options,
     check_signing_key,
-    check_trusted_keys,
-    check_type,
     warn_of_masked,
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
@@ -57,15 +54,16 @@ from ckptmgr.config.retention import (
     check_only_kept,
     joined_policy,
 )
+from ckptmgr.core.arguments import check_is_bool, check_type
 from ckptmgr.core.names import FORMATS, extension_of
-from ckptmgr.core.trust import Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.policy.rules import Last, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
-    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.crypto.keys.signing import SigningKey
 
 
 _OPTIONS = ("incremental", "enable_redundance")
@@ -444,21 +442,21 @@ _PARAMETERS = tuple(
 )
 
 
-def trust_of(
-    config: CheckpointConfig,
-    *,
-    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
-    allow_unsealed: bool = False,
-    allow_unencrypted: bool = False,
-) -> Trust:
-    """Return the trust of a run; its own signing key is always a trusted one."""
-    check_is_bool("allow_unsealed", allow_unsealed)
-    check_is_bool("allow_unencrypted", allow_unencrypted)
+def trust_of(config: CheckpointConfig, given: Trust = DEFAULT_TRUST) -> Trust:
+    """Return the trust of a run, which also trusts its own signing key.
+
+    Raises:
+        ValueError: It is given keys that the configuration gives.
+    """
+    for name, option in (("keys", "enc_key"), ("signing_key", "signing_key")):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"a run takes {name} from CheckpointConfig({option}=...), and not from Trust: leave it out"
+            )
     own = () if config.signing_key is None else (config.signing_key.public_key,)
-    return Trust(
+    return replace(
+        given,
         keys=config.keys,
-        trusted_keys=(*own, *check_trusted_keys(trusted_keys)),
+        trusted_keys=(*own, *given.trusted_keys),
         signing_key=config.signing_key,
-        allow_unsealed=allow_unsealed,
-        allow_unencrypted=allow_unencrypted,
     )

@@ -103,9 +103,7 @@ class SeriesWriter:
     directory that is listed and read, if another one than `store`, into which files are written.
     """
 
-    ways_out = (
-        'call resume() before the first step; to begin beside it on purpose, resume(start="new")'
-    )
+    ways_out = 'call resume() before the first step; to begin beside it on purpose, resume(state, Resume(start="new"))'
 
     def __init__(
         self,

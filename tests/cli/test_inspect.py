@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Pin
 from ckptmgr.files.save.job import SaveOptions
@@ -194,7 +195,7 @@ def test_checkpoint_of_many_ranks_shows_whole_tensors(key: bytes | None, tmp_pat
     config = CheckpointConfig(remove_redundancy=True, enc_key=key)
 
     def save(rank: int) -> None:
-        with CheckpointManager(directory, config, coordinator=Seat(meeting, rank)) as ours:
+        with CheckpointManager(directory, config, ranks=Ranks(Seat(meeting, rank))) as ours:
             ours.save(1, {"w": np.zeros((6, 2), np.float32), "own": np.array([rank])})
 
     for outcome in run_ranks(meeting, save):

@@ -10,6 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from ckptmgr import Resume
 from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.training.manager import CheckpointManager
@@ -101,7 +102,7 @@ class Training(RuleBasedStateMachine):
         except UnprovenCheckpoint:
             assert self.key is not None
             assert not self.known.intact
-            return manager.resume(start="new")
+            return manager.resume(None, Resume(start="new"))
 
     def new_run(self, manager: CheckpointManager, resumed_from: str | None) -> Run:
         number = len(self.runs)

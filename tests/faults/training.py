@@ -23,6 +23,7 @@ from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.training.resume import Resumption
 from tests.support.crashmodel import ModelDisk
+from tests.support.runs import manager_on
 
 RUNS = Path("/runs/digits")
 SERIES = "net"
@@ -68,13 +69,13 @@ class Trainer:
 
     def manager(self, observe: Observer | None = None) -> CheckpointManager:
         """Return a manager of the run directory."""
-        return CheckpointManager(
+        return manager_on(
             RUNS,
             CheckpointConfig(keep=self.keep, enc_key=self.key),
-            prefix=SERIES,
             fs=self.fs or self.disk,
             processes=ModelProcesses(self.disk),
             clock=lambda: float(next(self.times)),
+            prefix=SERIES,
             observe=observe,
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, State
@@ -40,9 +41,8 @@ def saved(
         with CheckpointManager(
             directory,
             CheckpointConfig(remove_redundancy=removes, **config),
+            ranks=Ranks(Seat(meeting, rank), keep_redundancy=keep_redundancy if removes else 1),
             prefix="net",
-            coordinator=Seat(meeting, rank),
-            keep_redundancy=keep_redundancy if removes else 1,
         ) as ours:
             ours.save(1, {**state, "own": np.full(5000, rank)} if own else state)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.coordinator import RanksOutOfStep
@@ -27,8 +28,8 @@ from ckptmgr.policy.save import (
     SavePolicy,
 )
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
+from tests.support.runs import manager_on
 
 
 def joint(policy: SavePolicy, meeting: Meeting, rank: int) -> RankZeroPolicy:
@@ -181,7 +182,7 @@ def test_managers_whose_clocks_differ_save_the_same_steps(mode: bool | str, tmp_
     def train(rank: int) -> int:
         clock = Clock(START + 1000.0 * rank)
         ranks = SharedDirectory(tmp_path / "ranks", rank=rank, world=WORLD, session="one")
-        with CheckpointManager(tmp_path / "run", config, clock=clock, coordinator=ranks) as manager:
+        with manager_on(tmp_path / "run", config, clock=clock, ranks=Ranks(ranks)) as manager:
             for step in range(1, 20):
                 clock.now += 1.0 if rank == 0 else 3.0
                 manager.step_end(step, {"rank": rank})

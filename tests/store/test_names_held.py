@@ -34,6 +34,7 @@ from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support import rekeying
 from tests.support.rekeying import opens, ring
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.visiteddisk import VisitedDisk
 
@@ -206,7 +207,7 @@ def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
     def decide(directory: Path) -> Act:
         def go_on(fs: FileSystem) -> None:
             config = CheckpointConfig(keep="last(1)")
-            with CheckpointManager(directory, config, prefix="net", fs=fs) as manager:
+            with manager_on(directory, config, fs=fs, prefix="net") as manager:
                 manager.resume()
                 manager.save(4, {"w": np.zeros(3, np.float32)})
 
@@ -324,7 +325,7 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
 
     def decide(directory: Path) -> Act:
         def pin(fs: FileSystem) -> None:
-            with CheckpointManager(directory, prefix="net", fs=fs) as manager:
+            with manager_on(directory, fs=fs, prefix="net") as manager:
                 manager.pin("net-1_1.ckpt")
 
         return pin

@@ -13,6 +13,7 @@ from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.config.surfaces import check_for_dcp
 from ckptmgr.core.names import check_directory, check_prefix, parse_step_name
 from ckptmgr.core.shard_names import SET_FORMAT, is_set_name, set_stem
+from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.integrations.dcp.run import SeriesLocation
@@ -50,9 +51,11 @@ def place_of(
         series=prefix,
         trust=trust_of(
             config,
-            trusted_keys=trusted_keys,
-            allow_unsealed=allow_unsealed,
-            allow_unencrypted=allow_unencrypted,
+            Trust(
+                trusted_keys=trusted_keys,
+                allow_unsealed=allow_unsealed,
+                allow_unencrypted=allow_unencrypted,
+            ),
         ),
         fs=fs,
         clock=clock,
