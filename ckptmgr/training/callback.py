@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
-from ckptmgr.config.surfaces import check_for_callback
+from ckptmgr.config.surfaces import CALLBACK, SLICED, UNNUMBERED, check_surface
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveJob
@@ -109,11 +109,8 @@ class ModelCheckpoint(TrainingHooks):
         self._observers = Observers(observe)
         self._clock = clock
         self._team = team_for(self._config, options.ranks, context)
-        check_for_callback(
-            self._config,
-            has_layout=self._team.has_layout,
-            is_numbered=given.prefix_of is None,
-        )
+        has = {UNNUMBERED: given.prefix_of is not None, SLICED: self._team.has_layout}
+        check_surface(self._config, CALLBACK, has)
         if self._team.is_many:
             from ckptmgr.parallel.slicer import tensor_specs
 

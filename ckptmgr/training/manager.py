@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
-from ckptmgr.config.surfaces import check_for_manager
+from ckptmgr.config.surfaces import MANAGER, ONE_PROCESS, SLICED, check_surface
 from ckptmgr.core.arguments import (
     check_metrics,
     checked_count,
@@ -143,7 +143,8 @@ class CheckpointManager:
         if is_remote:
             check_at_address(given, checked, team=team, has_mirror=mirror is not None)
         place = given if is_remote else check_directory(team.own_directory(given))
-        check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
+        has = {ONE_PROCESS: not team.is_many, SLICED: team.has_layout}
+        check_surface(checked, MANAGER, has)
         policy = checked.save_policy() if save_policy is None else checked_save_policy(save_policy)
         parts = RunParts(
             config=checked,
