@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from ckptmgr.config.config import CheckpointConfig
     from ckptmgr.config.memory import MemoryConfig
+    from ckptmgr.config.subjects import Resume, Snapshots, Stop
     from ckptmgr.core.errors import (
         CheckpointFileNotFound,
         CheckpointNotFound,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     )
     from ckptmgr.core.handle import SaveHandle
     from ckptmgr.core.model import Checkpoint, Plan
+    from ckptmgr.core.trust import Trust
     from ckptmgr.files.load.network import load_param_into_net
     from ckptmgr.files.open_checkpoint import open_checkpoint
     from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from ckptmgr.maintenance.export import export_weights
     from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
     from ckptmgr.parallel.errors import RankFailed, ResumeFailed
+    from ckptmgr.parallel.team import Ranks
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.policy.retention import plan
     from ckptmgr.policy.save import AtSteps, EverySeconds, EverySteps, Never, Overhead
@@ -88,8 +91,10 @@ __all__ = [
     "PolicyTextError",
     "RangeSource",
     "RankFailed",
+    "Ranks",
     "RanksMissing",
     "RanksOutOfStep",
+    "Resume",
     "ResumeFailed",
     "Resumed",
     "Resumption",
@@ -98,13 +103,16 @@ __all__ = [
     "SaveHandle",
     "SaveSuperseded",
     "Skipped",
+    "Snapshots",
     "StagingExhausted",
     "StateMismatch",
+    "Stop",
     "StoreFull",
     "StoreLocked",
     "TamperedCheckpoint",
     "TruncatedCheckpoint",
     "TruncatedError",
+    "Trust",
     "UnprovenCheckpoint",
     "UnsafePrune",
     "UnsafeWrite",
@@ -150,8 +158,10 @@ _HOMES = {
     "PolicyTextError": "policy.text",
     "RangeSource": "io.object_store",
     "RankFailed": "parallel.errors",
+    "Ranks": "parallel.team",
     "RanksMissing": "parallel.coordinator",
     "RanksOutOfStep": "parallel.coordinator",
+    "Resume": "config.subjects",
     "ResumeFailed": "parallel.errors",
     "Resumed": "training.resume",
     "Resumption": "training.resume",
@@ -160,13 +170,16 @@ _HOMES = {
     "SaveHandle": "core.handle",
     "SaveSuperseded": "core.errors",
     "Skipped": "series.candidates",
+    "Snapshots": "config.subjects",
     "StagingExhausted": "core.errors",
     "StateMismatch": "state.paths",
+    "Stop": "config.subjects",
     "StoreFull": "core.errors",
     "StoreLocked": "core.errors",
     "TamperedCheckpoint": "core.errors",
     "TruncatedCheckpoint": "core.errors",
     "TruncatedError": "formats.errors",
+    "Trust": "core.trust",
     "UnprovenCheckpoint": "core.errors",
     "UnsafePrune": "core.errors",
     "UnsafeWrite": "core.errors",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ckptmgr import (
     CheckpointManager,
     MemoryConfig,
     ModelCheckpoint,
+    Resume,
     export_weights,
     load_checkpoint,
     load_state,
@@ -26,9 +28,11 @@ from ckptmgr import (
     save_state,
 )
 from ckptmgr.config.memory_keys import _CHECKS as OFFLOAD_KEYS
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel import AutoParallelContext
 from ckptmgr.policy.save import EverySteps
+from ckptmgr.training.options import SUBJECTS, System
 from tests.parallel.ranks import Meeting, Seat
 from tests.support import memory_options as memory
 from tests.support import options as see
@@ -91,17 +95,18 @@ MANAGER = {
     "config": Probe(see.managed, STEPS_3),
     "prefix": Probe(see.managed, "other"),
     "save_policy": Probe(see.managed, EverySteps(2)),
-    "clock": Probe(see.managed, lambda: 1_600_000_000.0),
     "allow_unsealed": Probe(
         see.resumed, True, {"saved": {"enc_key": KEY}, "is_bare": True, "config": KEYED}
     ),
     "allow_unencrypted": Probe(see.resumed, True, {"saved": {}, "config": KEYED}),
     "trusted_keys": Probe(see.resumed, [SIGNER.public_key], {"saved": {}}),
-    "snapshot_steps": Probe(see.gone_back, 1, {"steps": 1}),
-    "snapshots": Probe(see.gone_back, 9, {"snapshot_steps": 1, "steps": 3}),
+    "keys": Probe(see.managed, Key(KEY), refusal="^a run takes keys from"),
+    "signing_key": Probe(see.managed, SIGNER, refusal="^a run takes signing_key from"),
+    "every": Probe(see.gone_back, 1, {"steps": 1}),
+    "most": Probe(see.gone_back, 9, {"every": 1, "steps": 3}),
     "observe": Probe(see.managed, At(see.note_in)),
     "coordinator": Probe(see.managed, ONE_RANK),
-    "rank_timeout_s": Probe(see.alone, 7.5, MANAGED),
+    "timeout_s": Probe(see.alone, 7.5, MANAGED),
     "layout": Probe(see.by_two, HALVES, {**MANAGED, "held": see.half, "config": {}}),
     "keep_redundancy": Probe(see.by_two, 2, {**MANAGED, **DEDUPLICATED}),
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
@@ -110,9 +115,15 @@ MANAGER = {
         lambda d, **options: see.tried(lambda: see.managed(d, **options)),
         At(lambda d: f"file://{d}/bucket"),
     ),
+    "context": Probe(see.managed, RANK_1),
+    "clock": Probe(see.managed, lambda: 1_600_000_000.0),
     "fs": Probe(lambda d, **options: see.tried(lambda: see.managed(d, **options)), FAILING),
     "processes": Probe(see.cleaned, see.OnlyProcess(), MANAGED),
-    "context": Probe(see.managed, RANK_1),
+}
+
+RESUME = {
+    "start": Probe(see.resumed, "new", {"saved": {}}),
+    "allow_bare": Probe(see.resumed, True, {"saved": {}, "is_bare": True}),
 }
 
 BATCHES = {
@@ -129,14 +140,14 @@ CALLBACK = {
     "metrics": Probe(see.looped, {"loss": 0.5}),
     "observe": Probe(see.looped, At(see.note_in)),
     "coordinator": Probe(see.looped, ONE_RANK),
-    "rank_timeout_s": Probe(see.alone, 7.5, LOOPED),
+    "timeout_s": Probe(see.alone, 7.5, LOOPED),
     "layout": Probe(see.by_two, HALVES, {**LOOPED, "held": see.half, "config": {}}),
     "keep_redundancy": Probe(see.by_two, 2, {**LOOPED, **DEDUPLICATED}),
     "balance": Probe(see.by_two, "round_robin", {**LOOPED, **DEDUPLICATED}),
+    "context": Probe(see.looped, RANK_1),
     "clock": Probe(see.looped, lambda: 1_600_000_000.0),
     "fs": Probe(lambda d, **options: see.tried(lambda: see.looped(d, **options)), FAILING),
     "processes": Probe(see.cleaned, see.OnlyProcess(), LOOPED),
-    "context": Probe(see.looped, RANK_1),
 }
 
 SAVE = {
@@ -319,7 +330,13 @@ FROM_ASCEND = {
 }
 
 # The parameters that stand for others, and which.
+_FIELDS = {
+    name: [field.name for field in fields(kind)]
+    for name, kind in {**SUBJECTS, "old": System}.items()
+}
 _KEYWORDS = {
+    CheckpointManager: _FIELDS,
+    ModelCheckpoint: _FIELDS,
     CheckpointConfig: {"options": ["incremental", "enable_redundance"]},
     MemoryConfig.from_mindspore: {"offload_config": [*OFFLOAD_KEYS, "aio_queue_size"]},
     save_checkpoint: {"kwargs": ["incremental", "global_step_num", "remove_redundancy"]},
@@ -328,6 +345,7 @@ TABLES: Mapping[Callable[..., Any], Mapping[str, Probe]] = {
     CheckpointConfig: CONFIG,
     CheckpointManager: MANAGER,
     CheckpointManager.batches: BATCHES,
+    Resume: RESUME,
     ModelCheckpoint: CALLBACK,
     save_checkpoint: SAVE,
     load_checkpoint: LOAD,

@@ -131,7 +131,7 @@ def test_examples_of_memory_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("page", [TRAINING, MEMORY], ids=lambda page: page.stem)
 def test_ways_from_other_frameworks_and_back_are_named(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    names = ("from_mindspore", "from_dtr", "from_ascend", "rollback", "snapshot_steps")
+    names = ("from_mindspore", "from_dtr", "from_ascend", "rollback", "Snapshots(")
     assert [name for name in names if name not in text] == []
 
 

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 
 import ckptmgr
-from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig, ModelCheckpoint, Resumed
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    ModelCheckpoint,
+    Resumed,
+    Snapshots,
+)
 from tests.support.surface import Loop
 
 _RAISES = re.compile(r"^Raises:\n((?:    .*\n|\n)*)", re.MULTILINE)
@@ -67,7 +74,7 @@ def test_results_of_a_manager_with_a_large_state_print_briefly(tmp_path: Path) -
     state = large_state()
     metrics = {f"metric {i}": 0.1 + i for i in range(50)}
     config = CheckpointConfig(keep="last(20)", memory=MemoryConfig())
-    with CheckpointManager(tmp_path, config, snapshot_steps=1) as manager:
+    with CheckpointManager(tmp_path, config, snapshots=Snapshots(1)) as manager:
         for step in range(30):
             manager.step_end(step, {"n": step}, metrics=metrics)
         results: list[object] = [manager.latest(), manager.plan(), manager.forecast(state)]

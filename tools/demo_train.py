@@ -20,6 +20,7 @@ import numpy as np
 from ckptmgr import CheckpointConfig, ModelCheckpoint
 from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr.training.options import System
 
 BATCH = 64
 EPOCHS = 12
@@ -172,7 +173,9 @@ def train(directory: Path, *, is_resumed: bool, stop_at: int | None) -> dict[str
         append_info=["epoch_num", "step_num"],
     )
     fs = OsFileSystem() if stop_at is None else StoppingFileSystem(stop_at)
-    callback = ModelCheckpoint(prefix="digits", directory=str(directory), config=config, fs=fs)
+    callback = ModelCheckpoint._on(
+        System(fs=fs), prefix="digits", directory=str(directory), config=config
+    )
     found = callback.resume() if is_resumed else None
     done = 0
     if found is not None:

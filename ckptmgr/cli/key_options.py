@@ -198,11 +198,9 @@ def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
     Raises:
         KeyProblem: A file is no public key.
     """
-    if not files:
-        return ()
-    from ckptmgr.config.checks import check_trusted_keys
+    from ckptmgr.core.trust import public_keys
 
-    return check_trusted_keys(files)
+    return public_keys(files)
 
 
 def sources_in_environment(environment: Mapping[str, str] = os.environ) -> Sequence[str]:

@@ -8,15 +8,15 @@ wording).
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
+from ckptmgr.core.arguments import check_is_bool, check_type
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
 
 if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
-    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.crypto.keys.signing import SigningKey
 
 
 KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
@@ -36,7 +36,6 @@ _DEFAULT_LEVEL = 1
 _COUNTERS = ("epoch_num", "step_num")
 _INT64_BITS = 63
 _MINDSPORE_VALUES = frozenset({"Parameter", "Tensor", "Generator"})
-_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
@@ -66,18 +65,6 @@ def check_bool(value: object) -> bool:
     """Return a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"The input value must be a bool, but got {type(value).__name__}.")
-    return value
-
-
-def check_type(name: str, value: object, wanted: type[_T]) -> _T:
-    """Return a value of the wanted type; a wrong type is a ValueError, as in MindSpore."""
-    if not isinstance(value, wanted):
-        # Bytes may be the key in the wrong place.
-        is_secret = isinstance(value, bytes | bytearray | memoryview)
-        shown = f"<redacted {type(value).__name__}>" if is_secret else value
-        raise ValueError(  # noqa: TRY004 - the type that MindSpore raises
-            f"The parameter '{name}' must be isinstance of {wanted}, but got {shown}."
-        )
     return value
 
 
@@ -198,26 +185,6 @@ def check_signing_key(key: object) -> SigningKey | None:
         return load_signing_key(key)
     except CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
-
-
-def check_trusted_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tuple[PublicKey, ...]:
-    """Return public keys, given as values or as PEM files."""
-    if isinstance(keys, str | bytes | os.PathLike):
-        raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
-    given = tuple(keys)
-    if not given:
-        return ()
-    from ckptmgr.crypto.keys.signing import PublicKey, load_public_key
-
-    try:
-        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in given)
-    except CryptoError as error:
-        raise KeyProblem(error.message, hint=error.hint) from error
-
-
-def check_is_bool(name: str, value: object) -> bool:
-    """Return a bool; a wrong type is a ValueError, unlike in `check_bool`."""
-    return check_type(name, value, bool)
 
 
 def check_manifest(manifest: object, **in_it: object) -> bool:

@@ -27,8 +27,9 @@ EverySteps(interval_steps=100)
 from __future__ import annotations
 
 import inspect
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
@@ -39,33 +40,32 @@ from ckptmgr.config.checks import (
     check_cipher_mode,
     check_compression,
     check_file_mode,
-    check_is_bool,
     check_network,
     check_optional_count,
     check_options,
     check_signing_key,
-    check_trusted_keys,
-    check_type,
     warn_of_masked,
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.config.option import Option
 from ckptmgr.config.retention import (
     DEFAULT_KEEP_MAX,
     check_keep,
     check_only_kept,
     joined_policy,
 )
+from ckptmgr.core.arguments import check_is_bool, check_type
 from ckptmgr.core.names import FORMATS, extension_of
-from ckptmgr.core.trust import Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.policy.rules import Last, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
-    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.crypto.keys.signing import SigningKey
 
 
 _OPTIONS = ("incremental", "enable_redundance")
@@ -79,6 +79,70 @@ class _TrueByDefault:
 
 
 _TRUE_BY_DEFAULT: Any = _TrueByDefault()
+
+
+def _check_removal(config: CheckpointConfig, value: object) -> bool:
+    removes = check_is_bool("remove_redundancy", value)
+    has_key = config.enc_key is not None or bool(config.enc_recipients)
+    is_default = (has_key or config.enc_mode == "AES-GCM") and not config.incremental
+    if config.format == "safetensors" and not is_default:
+        raise ValueError(
+            "For 'save_checkpoint', when format is 'safetensors', other param must be default."
+        )
+    if config.format not in FORMATS:
+        raise ValueError(
+            "For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', "
+            f"but got {config.format}."
+        )
+    return removes
+
+
+def _check_network(config: CheckpointConfig, network: object) -> object:
+    checked = check_network(network)
+    check_any_set(*[vars(config)[name] for name in _COUNTS])
+    return checked
+
+
+def _load_keys(config: CheckpointConfig, _: None) -> Keys | None:
+    return resolve_keys(
+        "enc_key",
+        config.enc_key,
+        mode=config.enc_mode,
+        format=config.format,
+        recipients=config.enc_recipients,
+    )
+
+
+def _check_keep(config: CheckpointConfig, keep: object) -> RetentionPolicy | None:
+    return check_keep(keep, config.keep_checkpoint_max, config.keep_checkpoint_per_n_minutes)
+
+
+def _check_memory(memory: object) -> MemoryConfig | None:
+    if memory is not None and not isinstance(memory, MemoryConfig):
+        raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
+    return memory
+
+
+def _check_on_error(on_error: OnError) -> OnError:
+    parse_on_error(on_error)
+    return on_error
+
+
+def _check_zero_stall(config: CheckpointConfig, value: object) -> bool:
+    is_wanted = check_is_bool("zero_stall", value)
+    if is_wanted and not config.async_save:
+        raise ValueError(
+            "zero_stall is about background saves: it needs async_save=True or 'process'"
+        )
+    return is_wanted
+
+
+_COUNTS = (
+    "save_checkpoint_steps",
+    "save_checkpoint_seconds",
+    "keep_checkpoint_max",
+    "keep_checkpoint_per_n_minutes",
+)
 
 
 class CheckpointConfig:
@@ -161,6 +225,83 @@ class CheckpointConfig:
         KeyProblem: A key that does not fit the mode; also a ValueError.
     """
 
+    # The table of options. The order of their checks decides which of two mistakes is reported; it is
+    # MindSpore's.
+    save_checkpoint_steps = Option[int | None]("Steps between saves.", check_optional_count)
+    save_checkpoint_seconds = Option[int | None](
+        "Seconds between saves; None when steps decide.", check_optional_count
+    )
+    keep_checkpoint_max = Option[int | None](
+        "How many of the newest checkpoints stay.", check_optional_count
+    )
+    keep_checkpoint_per_n_minutes = Option[int | None](
+        "Minutes for which about one checkpoint stays; None when the number decides.",
+        check_optional_count,
+    )
+    saved_network = Option[object](
+        "The object that is saved instead of the training network, or None.", within=_check_network
+    )
+    exception_save = Option[bool]("Whether exceptions save.", check_bool, is_plain=True)
+    asks_for_integrated_save = Option[bool](
+        "Whether `integrated_save=True` was given, and not left at its default."
+    )
+    integrated_save = Option[bool](
+        "Whether split tensors are merged before saving, as given; see `CheckpointConfig`.",
+        lambda value: True if value is _TRUE_BY_DEFAULT else check_bool(value),
+    )
+    async_save = Option[bool | str](
+        "Whether, or how, saves run in the background.", check_async_save
+    )
+    _appended = Option[dict[str, object] | None]("The values to append.", check_append_info)
+    enc_key = Option[bytes | str | None](
+        "The key or its source, as given.", partial(check_given_key, "enc_key")
+    )
+    enc_recipients = Option[tuple[str, ...]]("Sources of further keys.", check_recipients)
+    enc_mode = Option[str]("The cipher mode.", partial(check_cipher_mode, "enc_mode"))
+    crc_check = Option[bool](
+        "Whether the file ends with a CRC-32.", partial(check_is_bool, "crc_check")
+    )
+    format = Option[str]("`ckpt` or `safetensors`.", lambda one: check_type("format", one, str))
+    incremental = Option[object]("MindSpore's option, as given.")
+    enable_redundance = Option[object]("MindSpore's option, as given.", is_plain=True)
+    remove_redundancy = Option[bool](
+        "Whether one rank saves each tensor.", within=_check_removal, is_plain=True
+    )
+    keys = Option["Keys | None"]("The loaded keys; None for plain files.", within=_load_keys)
+    compression = Option[str | None]("`zstd`, or None.")
+    compression_level = Option[int | None](
+        "Level of zstd, or None when files are not compressed.",
+        within=lambda config, level: check_compression(
+            config.compression, level, format=config.format
+        ),
+    )
+    keep = Option[RetentionPolicy | None]("The policy `keep`, or None.", within=_check_keep)
+    save_only_kept = Option[bool](
+        "Whether rules of `keep` choose what is saved.", partial(check_is_bool, "save_only_kept")
+    )
+    only_kept = Option[RetentionPolicy | None](
+        "The rules that choose what is saved, or None.",
+        within=lambda config, _: check_only_kept(config.keep) if config.save_only_kept else None,
+        is_plain=True,
+    )
+    save_checkpoint_overhead = Option[Overhead | None](
+        "The save policy by overhead, or None.",
+        lambda share: None if share is None else Overhead(share),
+    )
+    memory = Option[MemoryConfig | None]("Memory of saves.", _check_memory, is_plain=True)
+    back_pressure = Option[BackPressure](
+        "What a save beside another one does.", check_back_pressure, is_plain=True
+    )
+    on_error = Option[OnError]("What a failed save does.", _check_on_error, is_plain=True)
+    signing_key = Option["SigningKey | None"]("Signs.", check_signing_key, is_plain=True)
+    verify_after_write = Option[bool](
+        "Whether files are read back.", partial(check_is_bool, "verify_after_write"), is_plain=True
+    )
+    file_mode = Option[int]("Permission bits.", check_file_mode, is_plain=True)
+    zero_stall = Option[bool](
+        "Whether the state is copied later.", within=_check_zero_stall, is_plain=True
+    )
+
     def __init__(
         self,
         save_checkpoint_steps: int | None = 1,
@@ -193,175 +334,60 @@ class CheckpointConfig:
         file_mode: int = DEFAULT_FILE_MODE,
         **options: object,
     ) -> None:
+        given = {**locals(), **dict.fromkeys(_OPTIONS, False), **options}
+        given |= {"asks_for_integrated_save": integrated_save is True, "_appended": append_info}
         check_options("CheckpointConfig", options, options=_OPTIONS, parameters=_PARAMETERS)
-        # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
-        steps = check_optional_count(save_checkpoint_steps)
-        seconds = check_optional_count(save_checkpoint_seconds)
-        keep_max = check_optional_count(keep_checkpoint_max)
-        keep_minutes = check_optional_count(keep_checkpoint_per_n_minutes)
-        self._saved_network = check_network(saved_network)
-        check_any_set(steps, seconds, keep_max, keep_minutes)
-        self.exception_save = check_bool(exception_save)
-        self._save_steps = steps
-        self._save_seconds = None if steps else seconds
-        self._keep_max = 1 if not keep_max and not keep_minutes else keep_max
-        self._keep_minutes = None if keep_max else keep_minutes
-        self._asks_for_integrated_save = integrated_save is True
-        is_default = integrated_save is _TRUE_BY_DEFAULT
-        self._integrated_save = True if is_default else check_bool(integrated_save)
-        self._async_save = check_async_save(async_save)
-        self._append = check_append_info(append_info)
-        self._enc_key = check_given_key("enc_key", enc_key)
-        self._enc_recipients = check_recipients(enc_recipients)
-        self._enc_mode = check_cipher_mode("enc_mode", enc_mode)
-        self._crc_check = check_is_bool("crc_check", crc_check)
-        self._format = check_type("format", format, str)
-        self._map_param_inc = options.get("incremental", False)
-        self.enable_redundance = options.get("enable_redundance", False)
-        self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
-        self._check_format()
-        self._keys = resolve_keys(
-            "enc_key",
-            self._enc_key,
-            mode=self._enc_mode,
-            format=self._format,
-            recipients=self._enc_recipients,
-        )
-        self._compression_level = check_compression(
-            compression, compression_level, format=self._format
-        )
-        self._keep = check_keep(keep, keep_max, keep_minutes)
-        is_only_kept = check_is_bool("save_only_kept", save_only_kept)
-        self.only_kept = check_only_kept(self._keep) if is_only_kept else None
-        self._overhead = (
-            None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
-        )
-        if memory is not None and not isinstance(memory, MemoryConfig):
-            raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
-        self.memory = memory
-        self.back_pressure: BackPressure = check_back_pressure(back_pressure)
-        self.on_error: OnError = on_error
-        parse_on_error(on_error)
-        self.signing_key = check_signing_key(signing_key)
-        self.verify_after_write = check_is_bool("verify_after_write", verify_after_write)
-        self.file_mode = check_file_mode(file_mode)
-        self.zero_stall = check_is_bool("zero_stall", zero_stall)
-        if zero_stall and not async_save:
-            raise ValueError(
-                "zero_stall is about background saves: it needs async_save=True or 'process'"
-            )
+        for name, option in _TABLE.items():
+            option.take(self, given.get(name))
+        steps, keep_max = self.save_checkpoint_steps, self.keep_checkpoint_max
+        seconds, minutes = self.save_checkpoint_seconds, self.keep_checkpoint_per_n_minutes
         warn_of_masked(
             {"save_checkpoint_seconds": seconds},
             {"save_checkpoint_overhead": save_checkpoint_overhead, "save_checkpoint_steps": steps},
             way_out="save_checkpoint_steps=None saves by seconds",
         )
         warn_of_masked(
-            {"keep_checkpoint_per_n_minutes": keep_minutes},
+            {"keep_checkpoint_per_n_minutes": minutes},
             {"keep_checkpoint_max": keep_max},
             way_out="keep_checkpoint_max=None keeps by minutes",
         )
-
-    def __repr__(self) -> str:
-        if not hasattr(self, "zero_stall"):  # construction failed; a traceback shows it
-            return "CheckpointConfig(...)"
-        key = None if self._keys is None else "<redacted>"
-        network = None if self._saved_network is None else type(self._saved_network).__name__
-        return (
-            f"CheckpointConfig(save={self.save_policy()!r}, keep='{self.retention_policy()}', "
-            f"async_save={self._async_save!r}, saved_network={network}, "
-            f"append_info={None if self._append is None else sorted(self._append)}, "
-            f"enc_key={key}, enc_mode={self._enc_mode!r}, exception_save={self.exception_save!r}, "
-            f"crc_check={self._crc_check!r}, format={self._format!r})"
+        vars(self).update(
+            save_checkpoint_seconds=None if steps else seconds,
+            keep_checkpoint_max=1 if not keep_max and not minutes else keep_max,
+            keep_checkpoint_per_n_minutes=None if keep_max else minutes,
         )
 
-    @property
-    def save_checkpoint_steps(self) -> int | None:
-        """Steps between saves."""
-        return self._save_steps
-
-    @property
-    def save_checkpoint_seconds(self) -> int | None:
-        """Seconds between saves; None when steps decide."""
-        return self._save_seconds
-
-    @property
-    def keep_checkpoint_max(self) -> int | None:
-        """How many of the newest checkpoints stay."""
-        return self._keep_max
-
-    @property
-    def keep_checkpoint_per_n_minutes(self) -> int | None:
-        """Minutes for which about one checkpoint stays; None when the number decides."""
-        return self._keep_minutes
-
-    @property
-    def integrated_save(self) -> bool:
-        """Whether split tensors are merged before saving, as given; see `CheckpointConfig`."""
-        return self._integrated_save
-
-    @property
-    def asks_for_integrated_save(self) -> bool:
-        """Whether `integrated_save=True` was given, and not left at its default."""
-        return self._asks_for_integrated_save
-
-    @property
-    def async_save(self) -> bool | str:
-        """Whether, or how, saves run in the background."""
-        return self._async_save
-
-    @property
-    def saved_network(self) -> object:
-        """The object that is saved instead of the training network, or None."""
-        return self._saved_network
-
-    @property
-    def enc_key(self) -> bytes | str | None:
-        """The key or its source, as given."""
-        return self._enc_key
-
-    @property
-    def keys(self) -> Keys | None:
-        """The loaded keys; None for plain files."""
-        return self._keys
-
-    @property
-    def enc_mode(self) -> str:
-        """The cipher mode."""
-        return self._enc_mode
-
-    @property
-    def crc_check(self) -> bool:
-        """Whether the file ends with a CRC-32."""
-        return self._crc_check
-
-    @property
-    def format(self) -> str:
-        """`ckpt` or `safetensors`."""
-        return self._format
-
-    @property
-    def compression_level(self) -> int | None:
-        """Level of zstd, or None when files are not compressed."""
-        return self._compression_level
+    def __repr__(self) -> str:
+        if "zero_stall" not in vars(self):  # construction failed; a traceback shows it
+            return "CheckpointConfig(...)"
+        key = None if self.keys is None else "<redacted>"
+        network = None if self.saved_network is None else type(self.saved_network).__name__
+        return (
+            f"CheckpointConfig(save={self.save_policy()!r}, keep='{self.retention_policy()}', "
+            f"async_save={self.async_save!r}, saved_network={network}, "
+            f"append_info={None if self._appended is None else sorted(self._appended)}, "
+            f"enc_key={key}, enc_mode={self.enc_mode!r}, exception_save={self.exception_save!r}, "
+            f"crc_check={self.crc_check!r}, format={self.format!r})"
+        )
 
     @property
     def extension(self) -> str:
         """The extension of files: the format, and any suffix of containers or compression."""
         return extension_of(
-            self._format,
-            is_encrypted=self._keys is not None,
-            is_compressed=self._compression_level is not None,
+            self.format,
+            is_encrypted=self.keys is not None,
+            is_compressed=self.compression_level is not None,
         )
 
     @property
     def append_dict(self) -> dict[str, object] | None:
         """The values appended to every checkpoint, counters with their start values; a new dict."""
-        return None if self._append is None else dict(self._append)
+        return None if self._appended is None else dict(self._appended)
 
     @property
     def map_param_inc(self) -> object:
         """The option `incremental`, as given; see `CheckpointConfig`."""
-        return self._map_param_inc
+        return self.incremental
 
     def get_checkpoint_policy(self) -> dict[str, object]:
         """Return MindSpore's policy dict: the four normalised numbers, and the saved network."""
@@ -375,11 +401,13 @@ class CheckpointConfig:
 
     def save_policy(self) -> SavePolicy:
         """Return the save policy: by overhead, else by steps, else by seconds, else never."""
-        if self._overhead is not None:
-            return self._overhead
-        if self._save_steps:
-            return EverySteps(self._save_steps)
-        return EverySeconds(self._save_seconds) if self._save_seconds else Never()
+        if self.save_checkpoint_overhead is not None:
+            return self.save_checkpoint_overhead
+        if self.save_checkpoint_steps:
+            return EverySteps(self.save_checkpoint_steps)
+        return (
+            EverySeconds(self.save_checkpoint_seconds) if self.save_checkpoint_seconds else Never()
+        )
 
     def retention_policy(self) -> RetentionPolicy:
         """Return the retention policy: `keep`, else the newest by number, else by minutes.
@@ -388,13 +416,13 @@ class CheckpointConfig:
         run those keep nothing yet, which `plan` refuses. The newest checkpoint stays under every policy
         anyway.
         """
-        if self._keep is not None:
-            return joined_policy(self._keep)
-        if self._keep_minutes:
+        if self.keep is not None:
+            return joined_policy(self.keep)
+        if self.keep_checkpoint_per_n_minutes:
             from ckptmgr.policy.time_rules import PerMinutes
 
-            return RetentionPolicy((PerMinutes(self._keep_minutes),))
-        return RetentionPolicy((Last(self._keep_max or 1),))
+            return RetentionPolicy((PerMinutes(self.keep_checkpoint_per_n_minutes),))
+        return RetentionPolicy((Last(self.keep_checkpoint_max or 1),))
 
     def append_values(self, epoch: int | None, *, step: int) -> dict[str, object] | None:
         """Return the values to append: counters plus start values; None for nothing.
@@ -413,19 +441,6 @@ class CheckpointConfig:
                 values[name] = start + counted
         return values
 
-    def _check_format(self) -> None:
-        has_key = self._enc_key is not None or bool(self._enc_recipients)
-        is_default = (has_key or self._enc_mode == "AES-GCM") and not self._map_param_inc
-        if self._format == "safetensors" and not is_default:
-            raise ValueError(
-                "For 'save_checkpoint', when format is 'safetensors', other param must be default."
-            )
-        if self._format not in FORMATS:
-            raise ValueError(
-                "For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', "
-                f"but got {self._format}."
-            )
-
 
 def check_config(config: object) -> CheckpointConfig:
     """Return the configuration of a `ModelCheckpoint`; None stands for the default one."""
@@ -439,26 +454,27 @@ def check_config(config: object) -> CheckpointConfig:
     return config
 
 
+_TABLE = {name: one for name, one in vars(CheckpointConfig).items() if isinstance(one, Option)}
 _PARAMETERS = tuple(
     name for name in inspect.signature(CheckpointConfig).parameters if name != "options"
 )
 
 
-def trust_of(
-    config: CheckpointConfig,
-    *,
-    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
-    allow_unsealed: bool = False,
-    allow_unencrypted: bool = False,
-) -> Trust:
-    """Return the trust of a run; its own signing key is always a trusted one."""
-    check_is_bool("allow_unsealed", allow_unsealed)
-    check_is_bool("allow_unencrypted", allow_unencrypted)
+def trust_of(config: CheckpointConfig, given: Trust = DEFAULT_TRUST) -> Trust:
+    """Return the trust of a run, which also trusts its own signing key.
+
+    Raises:
+        ValueError: It is given keys that the configuration gives.
+    """
+    for name, option in (("keys", "enc_key"), ("signing_key", "signing_key")):
+        if getattr(given, name) is not None:
+            raise ValueError(
+                f"a run takes {name} from CheckpointConfig({option}=...), and not from Trust: leave it out"
+            )
     own = () if config.signing_key is None else (config.signing_key.public_key,)
-    return Trust(
+    return replace(
+        given,
         keys=config.keys,
-        trusted_keys=(*own, *check_trusted_keys(trusted_keys)),
+        trusted_keys=(*own, *given.trusted_keys),
         signing_key=config.signing_key,
-        allow_unsealed=allow_unsealed,
-        allow_unencrypted=allow_unencrypted,
     )

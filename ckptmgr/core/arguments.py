@@ -1,14 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the counts, metrics and states that a training loop passes in."""
+"""Checks of types, and of the counts, metrics and states that a training loop passes in."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Callable, Mapping
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 _COUNT_BITS = 63
+_T = TypeVar("_T")
+
+
+def check_type(name: str, value: object, wanted: type[_T]) -> _T:
+    """Return a value of the wanted type; a wrong type is a ValueError, as in MindSpore."""
+    if not isinstance(value, wanted):
+        # Bytes may be the key in the wrong place.
+        is_secret = isinstance(value, bytes | bytearray | memoryview)
+        shown = f"<redacted {type(value).__name__}>" if is_secret else value
+        raise ValueError(  # noqa: TRY004 - the type that MindSpore raises
+            f"The parameter '{name}' must be isinstance of {wanted}, but got {shown}."
+        )
+    return value
+
+
+def check_is_bool(name: str, value: object) -> bool:
+    """Return a bool; a wrong type is a ValueError, unlike in MindSpore."""
+    return check_type(name, value, bool)
 
 
 def checked_count(name: str, count: int) -> int:

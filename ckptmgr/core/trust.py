@@ -7,11 +7,15 @@ public key makes reading strict: an unproven checkpoint is refused and does not 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ckptmgr.core.arguments import check_is_bool
+from ckptmgr.core.errors import KeyProblem
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.crypto.errors import CryptoError
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
     from ckptmgr.crypto.keys.ring import Keys
@@ -26,25 +30,51 @@ ACCEPT_UNENCRYPTED_HINT = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class Trust:
-    """The keys and exceptions of a caller.
+    """What a run accepts as proof: `CheckpointManager(..., trust=Trust(trusted_keys=["a.pub"]))`.
 
     Attributes:
-        keys: Open files and check the HMAC of manifests; encrypt and authenticate on writing.
-        trusted_keys: Public keys whose signatures count.
-        signing_key: Signs the manifests that are written.
-        allow_unsealed: Accept files that are encrypted under `keys` but not proven as a whole by a
-            seal, an authenticated manifest or a trusted signature (MindSpore's). No effect without
-            `keys`.
-        allow_unencrypted: Accept plain files, too; includes `allow_unsealed`.
+        trusted_keys: Public keys, or their files in PEM. A run does not resume from a checkpoint
+            unless one of them signed its manifest. The public key of the configuration's
+            `signing_key` is always trusted.
+        allow_unsealed: With a key, also accept files that are encrypted under it but not proven as a
+            whole by a seal, an authenticated manifest or a trusted signature (MindSpore's own).
+        allow_unencrypted: With a key or trusted keys, also accept plain files; includes
+            `allow_unsealed`.
+        keys: Open files and check the HMAC of manifests; encrypt and authenticate on writing. A run
+            takes them from `enc_key` and `enc_recipients` of its configuration.
+        signing_key: Signs the manifests that are written; a run takes it from its configuration.
+
+    Raises:
+        TypeError, ValueError: A value of a wrong type.
+        KeyProblem: A file holds no public key.
     """
 
-    keys: Keys | None = None
-    trusted_keys: tuple[PublicKey, ...] = ()
-    signing_key: SigningKey | None = None
-    allow_unsealed: bool = False
-    allow_unencrypted: bool = False
+    trusted_keys: tuple[PublicKey, ...]
+    allow_unsealed: bool
+    allow_unencrypted: bool
+    keys: Keys | None
+    signing_key: SigningKey | None
+
+    def __init__(
+        self,
+        *,
+        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+        allow_unsealed: bool = False,
+        allow_unencrypted: bool = False,
+        keys: Keys | None = None,
+        signing_key: SigningKey | None = None,
+    ) -> None:
+        values = {
+            "allow_unsealed": check_is_bool("allow_unsealed", allow_unsealed),
+            "allow_unencrypted": check_is_bool("allow_unencrypted", allow_unencrypted),
+            "trusted_keys": public_keys(trusted_keys),
+            "keys": keys,
+            "signing_key": signing_key,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def accepts_unsealed(self) -> bool:
@@ -110,6 +140,21 @@ class Trust:
         if any(cipher is None for cipher in ciphers):
             return ACCEPT_UNENCRYPTED_HINT
         return None if self.allow_unsealed else ACCEPT_UNSEALED_HINT
+
+
+def public_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tuple[PublicKey, ...]:
+    """Return public keys, given as values or as PEM files."""
+    if isinstance(keys, str | bytes | os.PathLike):
+        raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
+    given = tuple(keys)
+    if not given:
+        return ()
+    from ckptmgr.crypto.keys.signing import PublicKey, load_public_key
+
+    try:
+        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in given)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
 
 
 DEFAULT_TRUST = Trust()

@@ -38,7 +38,8 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.checks import Framework, check_framework, check_is_bool
+from ckptmgr.config.checks import Framework, check_framework
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointFileNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.bulk import confirm_index

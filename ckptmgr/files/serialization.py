@@ -33,13 +33,12 @@ from ckptmgr.config.checks import (
     check_crc,
     check_file_mode,
     check_framework,
-    check_is_bool,
     check_manifest,
     check_options,
     check_signing_key,
-    check_trusted_keys,
 )
 from ckptmgr.config.keys import check_given_key, resolve_keys
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import TruncatedCheckpoint, UnsupportedState
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import CONTAINER_SUFFIX
@@ -312,7 +311,7 @@ def load_checkpoint(
     options = ReadOptions(
         trust=Trust(
             keys=key,
-            trusted_keys=check_trusted_keys(trusted_keys),
+            trusted_keys=trusted_keys,
             allow_unsealed=allow_unsealed,
             allow_unencrypted=allow_unencrypted,
         ),

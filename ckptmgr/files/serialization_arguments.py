@@ -10,7 +10,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptmgr.config.checks import check_is_bool, check_optional_count
+from ckptmgr.config.checks import check_optional_count
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import CheckpointFileNotFound
 from ckptmgr.core.names import (
     COMPRESSED_SUFFIX,

@@ -25,12 +25,12 @@ from ckptmgr.config.checks import (
     check_compression,
     check_crc,
     check_file_mode,
-    check_is_bool,
     check_manifest,
     check_signing_key,
 )
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.core.arguments import (
+    check_is_bool,
     checked_count,
     checked_epoch,
     checked_metrics,

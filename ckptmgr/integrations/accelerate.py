@@ -24,7 +24,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import torch
 from accelerate import Accelerator
@@ -36,9 +36,10 @@ from ckptmgr.core.handle import SaveHandle
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.data_state import Batches
-from ckptmgr.training.manager import CheckpointManager
 
 if TYPE_CHECKING:
+    from ckptmgr.config.subjects import Resume
+    from ckptmgr.training.old_names import OldResume
     from ckptmgr.training.resume import Resumption
 
 _Batch = TypeVar("_Batch")
@@ -52,8 +53,8 @@ class AcceleratorCheckpoints:
         accelerator: The accelerator, of one process.
         directory: Directory of the checkpoints.
         config: When and how to save, and what to keep.
-        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
-            no `coordinator`, because only training in one process is supported.
+        options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
+            others. There are no `ranks`, because only training in one process is supported.
 
     Attributes:
         manager: The `CheckpointManager`, to list, pin or load checkpoints.
@@ -70,18 +71,14 @@ class AcceleratorCheckpoints:
         config: CheckpointConfig | None = None,
         **options: Any,
     ) -> None:
-        if options.get("coordinator") is not None:
-            raise ValueError(
-                "coordinator= has no effect in AcceleratorCheckpoints, which saves runs of one process: leave it out"
-            )
         kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
         if accelerator.num_processes > 1 or kind != "NO":
             raise ValueError(
                 f"AcceleratorCheckpoints saves the state of one process, and this Accelerator has {accelerator.num_processes},"
-                f" with distributed_type={kind}: use CheckpointManager(coordinator=job_coordinator()) with the unwrapped"
+                f" with distributed_type={kind}: use CheckpointManager(ranks=Ranks(job_coordinator())) with the unwrapped"
                 " model, or for FSDP2 ckptmgr.integrations.dcp"
             )
-        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
+        self.manager = FrameworkManager("AcceleratorCheckpoints", directory, config, **options)
         self._accelerator = accelerator
         self._parts: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
         self._samplers: list[Any] = []
@@ -136,7 +133,7 @@ class AcceleratorCheckpoints:
         for one in objects:
             self._note("registered", one)
 
-    def resume(self, *, start: Literal["newest", "new"] = "newest") -> Resumption:
+    def resume(self, resume: Resume | None = None, **old: Unpack[OldResume]) -> Resumption:
         """Restore the newest checkpoint into the prepared objects; see `CheckpointManager.resume`.
 
         Raises:
@@ -155,7 +152,7 @@ class AcceleratorCheckpoints:
                 " checkpoints.register_for_checkpointing instead of accelerator.register_for_checkpointing"
             )
         counts = {kind: len(parts) for kind, parts in self._parts.items()}
-        found = self.manager.resume(self._state(), start=start)
+        found = self.manager.resume(self._state(), resume, **old)
         for kind, parts in self._parts.items():
             stored = len(parts)
             del parts[counts[kind] :]  # an empty list takes plain values, as of a history

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,9 @@ from ckptmgr.core.arguments import checked_interval
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.integrations.job import job_coordinator
 from ckptmgr.maintenance.fleet import FleetVerification, Lines, combined, parts_of, verify_part
+from ckptmgr.parallel.team import Ranks
 from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.old_names import OldRanks
 
 if TYPE_CHECKING:
     from ckptmgr.core.handle import SaveHandle
@@ -90,8 +93,12 @@ class RayCheckpointManager(CheckpointManager):
                 " session, which the next one does not have: pass an absolute path"
             )
         workers = context.get_world_size()
-        if workers > 1 and options.get("coordinator") is None:
-            options["coordinator"] = _coordinator(workers)
+        ranks = options.get("ranks") or Ranks()
+        if workers > 1 and (options.get("coordinator") or ranks.coordinator) is None:
+            if OldRanks.__annotations__.keys().isdisjoint(options):
+                options["ranks"] = replace(ranks, coordinator=_coordinator(workers))
+            else:
+                options["coordinator"] = _coordinator(workers)
         super().__init__(directory, config, **options)
         self._is_first = context.get_world_rank() == 0
         self._preemption_steps = (
@@ -206,7 +213,7 @@ def load_reported(
         state: As for `CheckpointManager.load`, as is `only`.
         key: Opens encrypted checkpoints.
         only: Names of entries of the state.
-        options: As for `CheckpointManager`, such as `trusted_keys`.
+        options: As for `CheckpointManager`, such as `trust`.
 
     Raises:
         UnsupportedCheckpoint: It is no such reference.
@@ -302,5 +309,5 @@ def _coordinator(workers: int) -> Any:
     except ValueError as error:
         raise ValueError(
             f"{workers} workers save together, and need a coordinator: use TorchTrainer or JaxTrainer, whose workers have one,"
-            f" or pass coordinator= ({error})"
+            f" or pass ranks=Ranks(coordinator) ({error})"
         ) from None

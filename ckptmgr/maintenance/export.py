@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptmgr.config.checks import check_is_bool
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsafeWrite, UnsupportedCheckpoint
 from ckptmgr.core.names import parse_name, stem_of

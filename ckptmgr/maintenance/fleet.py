@@ -16,7 +16,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeAlias
 
-from ckptmgr.config.checks import check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.errors import CheckpointNotFound, KeyProblem
 from ckptmgr.core.model import UNFINISHED, Checkpoint
@@ -233,7 +232,7 @@ def _open(task: PartToVerify) -> Store:
         keys=resolve_keys(
             "key", task.key, mode="AES-GCM", format="safetensors", is_for_reading=True
         ),
-        trusted_keys=check_trusted_keys(task.public_keys),
+        trusted_keys=task.public_keys,
         allow_unencrypted=task.allow_unencrypted,
         allow_unsealed=task.allow_unsealed,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,31 @@ if TYPE_CHECKING:  # one process needs none of this
     from ckptmgr.parallel.mindspore.placement import MindSporePlacement
     from ckptmgr.parallel.mindspore.strategy_files import StrategyOutput
     from ckptmgr.parallel.slicer import LayoutSlicer
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that save together, each its own state: `ranks=Ranks(job_coordinator())`.
+
+    They make the same calls in the same order. Rank 0 removes and pins. Another number of ranks can
+    resume their checkpoints: see `docs/sharded-checkpoints.md`.
+
+    Attributes:
+        coordinator: Exchanges small values between them; None for one process.
+        timeout_s: How long the ranks wait for each other, and how long a collective save may take.
+        layout: Name of a tensor, such as `model/weight`, to its layout over the ranks; the state
+            holds slices. DTensors contain their layout.
+        keep_redundancy: With `remove_redundancy`: copies to keep of data that several ranks hold.
+        balance: With `remove_redundancy`: `bytes` balances the bytes that the ranks write;
+            `round_robin` assigns whole tensors by name, as MindSpore does.
+    """
+
+    coordinator: Coordinator | None = None
+    _: KW_ONLY
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    layout: Mapping[str, ParallelLayout] | None = None
+    keep_redundancy: int = 1
+    balance: Balance = "bytes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +101,8 @@ ALONE = Team()
 """One process."""
 
 
-def team_for(
-    config: CheckpointConfig,
-    *,
-    coordinator: Coordinator | None,
-    timeout_s: float,
-    layout: Mapping[str, ParallelLayout] | None,
-    keep_redundancy: int,
-    balance: Balance,
-    context: AutoParallelContext | None,
-) -> Team:
-    """Return the team for a configuration; arguments as for `Team`, `Sharing` and `LayoutSlicer`.
+def team_for(config: CheckpointConfig, ranks: Ranks, context: AutoParallelContext | None) -> Team:
+    """Return the team for a configuration.
 
     `context` places this process; None for the context of the process, if it was set.
 
@@ -96,6 +112,7 @@ def team_for(
             the context contradicts itself, the coordinator or the layout.
         CkptmgrError: About the strategy file that the context names.
     """
+    coordinator, layout = ranks.coordinator, ranks.layout
     if coordinator is not None:
         check_ranks_agree(config)
     elif layout is not None:
@@ -110,8 +127,8 @@ def team_for(
         _check_redundancy(config, placement, coordinator)
     return Team(
         coordinator=coordinator,
-        timeout_s=timeout_s,
-        sharing=_sharing(config, keep_redundancy=keep_redundancy, balance=balance),
+        timeout_s=ranks.timeout_s,
+        sharing=_sharing(config, keep_redundancy=ranks.keep_redundancy, balance=ranks.balance),
         slicer=_slicer(coordinator, layouts),
         has_layout=layouts is not None,
         placement=placement,

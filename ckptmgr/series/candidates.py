@@ -215,7 +215,7 @@ def without_manifest(
     """
     reason = (
         "it has no manifest, so nothing says that it belongs to this series; copy the "
-        ".manifest.json files, too, or take it as it is with resume(allow_bare=True)"
+        ".manifest.json files, too, or take it as it is with Resume(allow_bare=True)"
     )
     bare = [one for one in present if one.is_bare and one.path not in tried]
     found = []

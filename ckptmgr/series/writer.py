@@ -93,9 +93,7 @@ class SeriesWriter:
     `run_id` is random by default. `commit` and `target` make the strategies (see `series.commit`).
     """
 
-    ways_out = (
-        'call resume() before the first step; to begin beside it on purpose, resume(start="new")'
-    )
+    ways_out = 'call resume() before the first step; to begin beside it on purpose, resume(state, Resume(start="new"))'
 
     def __init__(
         self,

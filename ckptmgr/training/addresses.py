@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.surfaces import check_for_address
+from ckptmgr.config.surfaces import ADDRESS, check_surface
 from ckptmgr.core.names import check_directory, check_is_run
 from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
@@ -37,7 +37,7 @@ def check_at_address(
     place: Path, config: CheckpointConfig, *, team: Team, has_mirror: bool
 ) -> None:
     """Raise ValueError for an option without effect in a run that saves to an address."""
-    check_for_address(config)
+    check_surface(config, ADDRESS)
     start = f"has no effect in a run that saves to {place}"
     if team.is_many:
         raise ValueError(

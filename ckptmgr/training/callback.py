@@ -11,22 +11,18 @@ run, or of a run that it was resumed from, are removed.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
-from ckptmgr.config.surfaces import check_for_callback
+from ckptmgr.config.surfaces import CALLBACK, SLICED, UNNUMBERED, check_surface
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveJob
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
-from ckptmgr.parallel.team import team_for
+from ckptmgr.parallel.team import Ranks, team_for
 from ckptmgr.policy.save import LastSave
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state.arrays import named_tensors
@@ -44,17 +40,17 @@ from ckptmgr.training.due import DueSaves
 from ckptmgr.training.forecast import Forecaster, size_of
 from ckptmgr.training.history import Progress
 from ckptmgr.training.network_graph import NetworkGraph
+from ckptmgr.training.options import System, resume_options, run_options
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumed, resume_values
 
 __all__ = ["ModelCheckpoint", "Resumed", "RunContext"]
 
 if TYPE_CHECKING:
-    from ckptmgr.parallel.coordinator import Coordinator
-    from ckptmgr.parallel.dedup import Balance
-    from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.config.subjects import Resume
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.series.writer import SeriesWriter
+    from ckptmgr.training.old_names import OldRanks, OldResume
 
 
 class ModelCheckpoint(TrainingHooks):
@@ -71,21 +67,18 @@ class ModelCheckpoint(TrainingHooks):
             of the first of `net_outputs`, and the numbers in `metrics`, of the callback parameters;
             `Model.fit` adds its metrics to the checkpoint of the step that it evaluated.
         observe: One or several functions that take an `Event` of `ckptmgr.observe`.
-        coordinator: The ranks that save together, as for `CheckpointManager`, into
+        ranks: The processes that save together, as for `CheckpointManager`, into
             `{prefix}-{epoch}_{step}.shards`. When training begins, or at `resume`, rank 0
-            chooses the unused prefix for all ranks.
-        layout: Name of a parameter to its layout over the ranks; the network holds slices.
-        rank_timeout_s: As for `CheckpointManager`, as are the next three.
-        keep_redundancy: Copies of tensors that are the same on several ranks.
-        balance: How the ranks share the bytes.
+            chooses the unused prefix for all ranks. A layout names parameters; the network holds
+            slices.
         context: Rank, directory, layout and strategy files, as MindSpore's context says them.
-        clock: Seconds since the epoch.
-        fs: The disk.
-        processes: Distinguishes dead writers from live ones.
+        old: Fields of `Ranks` as arguments, as in the last release, which warn.
 
     Raises:
         ValueError, TypeError, NotADirectoryError: An argument is unusable; messages as MindSpore's.
     """
+
+    _system = System()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an instance that is also a MindSpore callback if MindSpore is imported."""
@@ -104,35 +97,20 @@ class ModelCheckpoint(TrainingHooks):
         *,
         metrics: GivenMetrics | None = None,
         observe: Observer | Iterable[Observer] | None = None,
-        coordinator: Coordinator | None = None,
-        rank_timeout_s: float = 600.0,
-        layout: Mapping[str, ParallelLayout] | None = None,
-        keep_redundancy: int = 1,
-        balance: Balance = "bytes",
+        ranks: Ranks | None = None,
         context: AutoParallelContext | None = None,
-        clock: Callable[[], float] = time.time,
-        fs: FileSystem | None = None,
-        processes: Processes | None = None,
+        **old: Unpack[OldRanks],
     ) -> None:
         super().__init__()
+        options = run_options("ModelCheckpoint", self._system, old, ranks=ranks)
+        coordinator, clock = options.ranks.coordinator, options.system.clock
         given = GivenNames.checked(prefix, directory)
         self._config = check_config(config)
         self._observers = Observers(observe)
         self._clock = clock
-        self._team = team_for(
-            self._config,
-            coordinator=coordinator,
-            timeout_s=rank_timeout_s,
-            layout=layout,
-            keep_redundancy=keep_redundancy,
-            balance=balance,
-            context=context,
-        )
-        check_for_callback(
-            self._config,
-            has_layout=self._team.has_layout,
-            is_numbered=given.prefix_of is None,
-        )
+        self._team = team_for(self._config, options.ranks, context)
+        has = {UNNUMBERED: given.prefix_of is not None, SLICED: self._team.has_layout}
+        check_surface(self._config, CALLBACK, has)
         if self._team.is_many:
             from ckptmgr.parallel.slicer import tensor_specs
 
@@ -141,10 +119,8 @@ class ModelCheckpoint(TrainingHooks):
             config=self._config,
             trust=trust_of(self._config),
             team=self._team,
-            clock=clock,
+            system=options.system,
             observers=self._observers,
-            fs=fs,
-            processes=processes,
         )
         self._engine = self._parts.engine(has_before_update=False)
         given = given.placed(self._team.own_directory)
@@ -157,7 +133,7 @@ class ModelCheckpoint(TrainingHooks):
             clock=clock,
             observers=self._observers,
             coordinator=coordinator,
-            timeout_s=rank_timeout_s,
+            timeout_s=self._team.timeout_s,
         )
         self._forecaster = Forecaster(self._config, self._observers)
         self._metrics = MetricsSource(metrics)
@@ -165,6 +141,14 @@ class ModelCheckpoint(TrainingHooks):
         self._params: Any = None
         self._steps_before_epoch = 0
         self._graph = NetworkGraph(self._config, coordinator)
+
+    @classmethod
+    def _on(cls, system: System, *args: Any, **options: Any) -> Self:
+        """Return a callback on another clock, disk or processes; for tests."""
+        made = cls.__new__(cls)
+        made._system = system
+        made.__init__(*args, **options)  # type: ignore[misc]
+        return made
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -275,7 +259,7 @@ class ModelCheckpoint(TrainingHooks):
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._series.close()
 
-    def resume(self, *, allow_bare: bool = False) -> Resumed | None:
+    def resume(self, resume: Resume | None = None, **old: Unpack[OldResume]) -> Resumed | None:
         """Return the newest checkpoint of this prefix in the directory that loads, or None.
 
         Call it before the training begins: `load_param_into_net(net, found.values)` restores the
@@ -286,15 +270,21 @@ class ModelCheckpoint(TrainingHooks):
         policy, which never removes the resumed one. All ranks resume the same checkpoint.
 
         Args:
-            allow_bare: Where no checkpoint loads, take the newest file of this prefix without a
-                manifest, such as MindSpore's own. Its name alone says which step it is.
+            resume: `Resume(allow_bare=True)` takes, where no checkpoint loads, the newest file of
+                this prefix without a manifest, such as MindSpore's own.
+            old: `allow_bare` itself, as in the last release, which warns.
 
         Raises:
+            ValueError: `start` has no effect in a callback.
             UnprovenCheckpoint: There are only files without manifests, and `allow_bare` is False.
             KeyProblem: There are checkpoints, but the key of the configuration opens none.
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
-        check_is_bool("allow_bare", allow_bare)
+        how = resume_options("resume", resume, old)
+        if how.start == "new":
+            raise ValueError(
+                "start='new' has no effect in a callback, which begins anew where resume is not called"
+            )
         self._series.settle()
         writer = self._series.writer
         with self._observers.timed("resume", series=writer.series) as facts:
@@ -303,7 +293,7 @@ class ModelCheckpoint(TrainingHooks):
                 writer,
                 self._parts.reader(writer),
                 prefix=self._series.given.prefix,
-                allow_bare=allow_bare,
+                allow_bare=how.allow_bare,
             )
             if found.newest is not None:
                 facts |= about(found.newest[0])

@@ -21,19 +21,16 @@ with CheckpointManager("runs/digits", config, prefix="digits") as manager:
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
-from ckptmgr.config.surfaces import check_for_manager
+from ckptmgr.config.surfaces import MANAGER, ONE_PROCESS, SLICED, check_surface
 from ckptmgr.core.arguments import (
     check_metrics,
     checked_count,
     checked_epoch,
-    checked_interval,
     checked_metrics,
     is_function,
     resolve_state,
@@ -45,10 +42,8 @@ from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.state import as_held_here
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
-from ckptmgr.parallel.team import team_for
+from ckptmgr.parallel.team import Ranks, team_for
 from ckptmgr.policy.save import SavePolicy, checked_save_policy
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
@@ -59,18 +54,18 @@ from ckptmgr.training.due import DueSaves
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.notebook import CheckpointList, NotebookView
+from ckptmgr.training.options import System, resume_options, run_options
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.preemption import Preemption
 from ckptmgr.training.saving import StateSaver
 
 if TYPE_CHECKING:  # a plain save needs none of these
-    from ckptmgr.crypto.keys.signing import PublicKey
-    from ckptmgr.parallel.coordinator import Coordinator
-    from ckptmgr.parallel.dedup import Balance
-    from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.config.subjects import Resume, Snapshots, Stop
+    from ckptmgr.core.trust import Trust
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.remote.mirror import Mirror
+    from ckptmgr.training.old_names import OldOptions, OldResume
     from ckptmgr.training.resume import Resumption
 
 
@@ -87,38 +82,21 @@ class CheckpointManager:
         config: When and how to save, what to keep; the same as for `ModelCheckpoint`.
         prefix: Name of the series; file names are `<prefix>-<step>.<format>`.
         save_policy: Replaces the steps and seconds of the configuration.
-        clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
-        allow_unsealed: With a key, also accept files that are encrypted under it without a seal
-            over the whole file (MindSpore's own).
-        allow_unencrypted: With a key or trusted keys, also accept plain files.
-        trusted_keys: Public keys, or their files in PEM. The run does not resume from a checkpoint
-            unless one of them signed its manifest. The public key of the configuration's
-            `signing_key` is always trusted.
-        snapshot_steps: Interval in steps at which `step_end` also copies the state into memory, for
-            `rollback`; None for never.
-        snapshots: Maximum number of these copies; `memory.snapshot_budget_bytes` also limits them.
-        observe: One or several functions that take an `Event` of `ckptmgr.observe`.
-        coordinator: The ranks that save together, each its own state; they make the same calls in
-            the same order. Rank 0 removes and pins. Another number of ranks can resume their
-            checkpoints: see `docs/sharded-checkpoints.md`.
-        rank_timeout_s: How long the ranks wait for each other, and how long a collective save may
-            take.
-        layout: Name of a tensor, such as `model/weight`, to its layout over the ranks; the state
-            holds slices. DTensors contain their layout.
-        keep_redundancy: With `remove_redundancy`: copies to keep of data that several ranks hold.
-        balance: With `remove_redundancy`: `bytes` balances the bytes that the ranks write;
-            `round_robin` assigns whole tensors by name, as MindSpore does.
-        context: Parallel settings under MindSpore's names (see `docs/mindspore.md`): a rank of
-            several without a coordinator saves into `rank_N` of the directory, and strategy files
-            give and get the layout. Default: the context that `set_auto_parallel_context` set.
+        trust: Keys that must have signed a checkpoint, and what else the run accepts.
+        ranks: The processes that save together; None for one.
+        stop: How the run stops when a signal asks it to, for `should_stop`.
+        snapshots: Copies of the state in memory, for `rollback`; without it, two that `snapshot`
+            makes.
         mirror: An object store that gets a copy of each checkpoint, uploaded in the background: an
             address such as `s3://bucket/run`, or a `Mirror` with a retention policy of its own.
             `resume` downloads its newest checkpoint if that is newer than those here. Not with a
             coordinator.
-        grace: Seconds between the signal that announces the end of the process and its end, for
-            `should_stop`; None to stop at once.
-        fs: The disk.
-        processes: Distinguishes dead writers from live ones.
+        observe: One or several functions that take an `Event` of `ckptmgr.observe`.
+        context: Parallel settings under MindSpore's names (see `docs/mindspore.md`): a rank of
+            several without a coordinator saves into `rank_N` of the directory, and strategy files
+            give and get the layout. Default: the context that `set_auto_parallel_context` set.
+        old: Arguments under their names of the last release, which warn: `coordinator`, `layout`,
+            `trusted_keys`, `grace` and others.
 
     Raises:
         TypeError, ValueError, NotADirectoryError: An argument is unusable, or contradicts the
@@ -128,6 +106,8 @@ class CheckpointManager:
 
     _needs_same_division = False
     """Whether `resume` refuses what another number of processes saved."""
+    _owner = "CheckpointManager"
+    _system = System()
 
     def __init__(
         self,
@@ -136,55 +116,42 @@ class CheckpointManager:
         *,
         prefix: str = "ckpt",
         save_policy: SavePolicy | None = None,
-        clock: Callable[[], float] = time.time,
-        allow_unsealed: bool = False,
-        allow_unencrypted: bool = False,
-        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
-        snapshot_steps: int | None = None,
-        snapshots: int = 2,
-        observe: Observer | Iterable[Observer] | None = None,
-        coordinator: Coordinator | None = None,
-        rank_timeout_s: float = 600.0,
-        layout: Mapping[str, ParallelLayout] | None = None,
-        keep_redundancy: int = 1,
-        balance: Balance = "bytes",
-        context: AutoParallelContext | None = None,
-        grace: float | None = None,
+        trust: Trust | None = None,
+        ranks: Ranks | None = None,
+        stop: Stop | None = None,
+        snapshots: Snapshots | int | None = None,
         mirror: Mirror | str | None = None,
-        fs: FileSystem | None = None,
-        processes: Processes | None = None,
+        observe: Observer | Iterable[Observer] | None = None,
+        context: AutoParallelContext | None = None,
+        **old: Unpack[OldOptions],
     ) -> None:
+        options = run_options(
+            self._owner,
+            self._system,
+            old,
+            trust=trust,
+            ranks=ranks,
+            stop=stop,
+            snapshots=snapshots,
+        )
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
         given, checked = checked_place(directory), check_config(config)
-        team = team_for(
-            checked,
-            coordinator=coordinator,
-            timeout_s=rank_timeout_s,
-            layout=layout,
-            keep_redundancy=keep_redundancy,
-            balance=balance,
-            context=context,
-        )
+        team = team_for(checked, options.ranks, context)
+        coordinator, clock = options.ranks.coordinator, options.system.clock
         is_remote = is_url(given)
         if is_remote:
             check_at_address(given, checked, team=team, has_mirror=mirror is not None)
         place = given if is_remote else check_directory(team.own_directory(given))
-        check_for_manager(checked, is_many=team.is_many, has_layout=team.has_layout)
+        has = {ONE_PROCESS: not team.is_many, SLICED: team.has_layout}
+        check_surface(checked, MANAGER, has)
         policy = checked.save_policy() if save_policy is None else checked_save_policy(save_policy)
         parts = RunParts(
             config=checked,
-            trust=trust_of(
-                checked,
-                trusted_keys=trusted_keys,
-                allow_unsealed=allow_unsealed,
-                allow_unencrypted=allow_unencrypted,
-            ),
+            trust=trust_of(checked, options.trust),
             team=team,
-            clock=clock,
+            system=options.system,
             observers=Observers(observe),
-            fs=fs,
-            processes=processes,
         )
         self.directory = place
         self._config = checked
@@ -199,7 +166,7 @@ class CheckpointManager:
             clock,
             memory=self._engine.memory,
             ledger=self._engine.ledger,
-            snapshots=checked_interval("snapshots", snapshots),
+            snapshots=options.snapshots.most,
             is_there=self._reader.is_there,
         )
         self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
@@ -210,11 +177,11 @@ class CheckpointManager:
             clock=clock,
             observers=parts.observers,
             coordinator=coordinator,
-            timeout_s=rank_timeout_s,
+            timeout_s=team.timeout_s,
         )
         self._data = DataState()
         self._preemption = Preemption(
-            grace_s=grace, coordinator=coordinator, timeout_s=rank_timeout_s
+            grace_s=options.stop.grace, coordinator=coordinator, timeout_s=team.timeout_s
         )
         self._saver = StateSaver(
             parts,
@@ -232,9 +199,15 @@ class CheckpointManager:
             self._writer.store, prefix, policy=checked.retention_policy(), clock=clock
         )
         self._mirror = parts.uploads(mirror, self._writer, below=given, is_alone=self._is_alone)
-        self._snapshot_steps = (
-            None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
-        )
+        self._snapshot_steps = options.snapshots.every
+
+    @classmethod
+    def _on(cls, system: System, *args: Any, **options: Any) -> Self:
+        """Return a manager on another clock, disk or processes; for tests."""
+        made = cls.__new__(cls)
+        made._system = system
+        made.__init__(*args, **options)  # type: ignore[misc]
+        return made
 
     @property
     def prefix(self) -> str:
@@ -244,9 +217,8 @@ class CheckpointManager:
     def resume(
         self,
         state: object = None,
-        *,
-        start: Literal["newest", "new"] = "newest",
-        allow_bare: bool = False,
+        resume: Resume | None = None,
+        **old: Unpack[OldResume],
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
@@ -268,14 +240,11 @@ class CheckpointManager:
         Args:
             state: The state to restore into, built as for a fresh start; None returns the stored
                 state as new objects.
-            start: `newest`, or `new` to start at step 0 beside the present checkpoints, which stay
-                and count as those of another run.
-            allow_bare: Where no checkpoint loads, take the newest data file of the series without
-                a manifest. Its name alone says which step it is, so it is never preferred to a
-                checkpoint with a manifest. With a key `allow_unsealed` of the manager asks for it.
+            resume: Where to start, and which files may count: `Resume(start="new")`.
+            old: Its fields under their names of the last release, which warn.
 
         Raises:
-            ValueError: `start` is neither.
+            ValueError: `allow_bare` has no effect in an object store.
             UnprovenCheckpoint: With a key or trusted keys: the series has only files without
                 manifests.
             UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
@@ -289,18 +258,14 @@ class CheckpointManager:
             KeyProblem: There are checkpoints, but this key opens none.
             StoreLocked: Another live process writes this series.
         """
-        if start not in ("newest", "new"):
-            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
-        check_is_bool("allow_bare", allow_bare)
-        if allow_bare and start == "new":
-            raise ValueError("allow_bare has no effect with start='new', which takes no checkpoint")
-        if allow_bare and is_url(self.directory):
+        how = resume_options("resume", resume, old)
+        if how.allow_bare and is_url(self.directory):
             raise ValueError(NO_BARE_FILES)
         from ckptmgr.training.resume import resume_state, start_fresh
 
         with self._observers.timed("resume", series=self.prefix) as facts:
             self._engine.wait_until_idle()  # a save in flight would be newer
-            if start == "new":
+            if how.start == "new":
                 found = start_fresh(state, writer=self._writer, past=self._past)
                 self._data.forget()
             else:
@@ -310,7 +275,7 @@ class CheckpointManager:
                     reader=self._reader,
                     past=self._past,
                     data=self._data,
-                    allow_bare=allow_bare,
+                    allow_bare=how.allow_bare,
                     needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch,
                 )

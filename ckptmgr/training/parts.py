@@ -16,8 +16,6 @@ from ckptmgr.core.urls import is_url
 from ckptmgr.engine.engine import SaveEngine, engine_for
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observers
 from ckptmgr.parallel.team import Team
 from ckptmgr.series.commit import Alone, Commit, Here, Target
@@ -25,6 +23,7 @@ from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.name_limits import check_name_lengths
 from ckptmgr.store.store import Store
+from ckptmgr.training.options import System
 
 if TYPE_CHECKING:  # a run without a mirror needs none of it
     from ckptmgr.remote.mirror import Mirror, MirrorUploads
@@ -32,19 +31,18 @@ if TYPE_CHECKING:  # a run without a mirror needs none of it
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """Creates the parts of a run.
-
-    `clock` returns seconds since the epoch; `fs` None is the real disk, `processes` None those of
-    this system.
-    """
+    """Creates the parts of a run."""
 
     config: CheckpointConfig
     trust: Trust
     team: Team
-    clock: Callable[[], float]
+    system: System
     observers: Observers
-    fs: FileSystem | None = None
-    processes: Processes | None = None
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Seconds since the epoch."""
+        return self.system.clock
 
     @property
     def options(self) -> SaveOptions:
@@ -83,9 +81,9 @@ class RunParts:
         ranks, options, clock = self.team.coordinator, self.options, self.clock
         store = Store(
             directory,
-            fs=self.fs,
+            fs=self.system.fs,
             trust=self.trust,
-            processes=self.processes,
+            processes=self.system.processes,
             clock=time.time if ranks is None else clock,
             file_mode=options.file_mode,
         )

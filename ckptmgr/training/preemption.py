@@ -10,13 +10,11 @@ the loop, and on all ranks.
 from __future__ import annotations
 
 import logging
-import math
 import signal
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from numbers import Real
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.handle import SaveHandle
@@ -33,12 +31,7 @@ _GRACE_SHARE = 0.05  # of the grace, where that is less
 
 
 class Preemption:
-    """Whether a run should stop; it watches for signals once it was asked.
-
-    Raises:
-        TypeError: `grace_s` is no number.
-        ValueError: `grace_s` is no positive number of seconds.
-    """
+    """Whether a run should stop; it watches for signals once it was asked."""
 
     def __init__(
         self,
@@ -48,11 +41,6 @@ class Preemption:
         timeout_s: float,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        given: object = grace_s
-        if given is not None and (isinstance(given, bool) or not isinstance(given, Real)):
-            raise TypeError(f"grace must be a number of seconds, but got {grace_s!r}")
-        if grace_s is not None and not (grace_s > 0 and math.isfinite(grace_s)):
-            raise ValueError(f"grace must be a positive number of seconds, but got {grace_s!r}")
         self._grace_s = grace_s
         self._coordinator = coordinator
         self._timeout_s = timeout_s

@@ -292,8 +292,8 @@ def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
             f"belongs to this series by its name{more}, but no manifest proves which step it is, and nothing else is here "
             "to resume from",
             path=unplaced[0].path,
-            hint="bring back the .manifest.json files, take it as it is with resume(allow_bare=True), move the files "
-            'away, or start anew beside them: a manager with resume(start="new"), a callback without resume',
+            hint="bring back the .manifest.json files, take it as it is with Resume(allow_bare=True), move the files "
+            'away, or start anew beside them: a manager with Resume(start="new"), a callback without resume',
         )
 
 

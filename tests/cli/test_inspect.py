@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Pin
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
@@ -193,7 +196,7 @@ def test_checkpoint_of_many_ranks_shows_whole_tensors(key: bytes | None, tmp_pat
     config = CheckpointConfig(remove_redundancy=True, enc_key=key)
 
     def save(rank: int) -> None:
-        with CheckpointManager(directory, config, coordinator=Seat(meeting, rank)) as ours:
+        with CheckpointManager(directory, config, ranks=Ranks(Seat(meeting, rank))) as ours:
             ours.save(1, {"w": np.zeros((6, 2), np.float32), "own": np.array([rank])})
 
     for outcome in run_ranks(meeting, save):

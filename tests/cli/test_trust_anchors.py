@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    KeyProblem,
-    load_checkpoint,
-    open_checkpoint,
-)
+from ckptmgr import Trust
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.pem import generate_pair
 from tests.cli.running import run, run_process
@@ -134,7 +128,7 @@ def test_functions_hold_trusted_keys_to_the_rule(tmp_path: Path) -> None:
 
     def uses() -> list[Callable[[], object]]:
         return [
-            lambda: CheckpointManager(tmp_path / "runs", trusted_keys=[anchor]),
+            lambda: CheckpointManager(tmp_path / "runs", trust=Trust(trusted_keys=[anchor])),
             lambda: load_checkpoint(str(path), trusted_keys=[anchor]),
             lambda: open_checkpoint(path, trusted_keys=[anchor]).__enter__(),
         ]

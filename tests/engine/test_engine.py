@@ -29,6 +29,7 @@ from ckptmgr.training.manager import CheckpointManager
 from tests.support.crashmodel import ModelDisk
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, temporary_files
+from tests.support.runs import manager_on
 
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
 everywhere = pytest.mark.parametrize("mode", ["sync", "thread", "process"])
@@ -155,7 +156,7 @@ def test_manager_that_is_dropped_without_close_leaves_nothing(tmp_path: Path, mo
 def test_process_needs_the_real_disk() -> None:
     config = CheckpointConfig(async_save="process")
     with (
-        CheckpointManager("/runs", config, fs=ModelDisk()) as manager,
+        manager_on("/runs", config, fs=ModelDisk()) as manager,
         pytest.raises(ValueError, match="needs the real disk"),
     ):
         manager.save(1, state_of(1.0))
@@ -178,7 +179,7 @@ def test_state_that_does_not_fit_is_refused_at_once_and_the_next_one_is_saved(
 def test_engine_coalesces_within_two_staged_states(tmp_path: Path, mode: Mode) -> None:
     disk = HeldDisk()
     config = CheckpointConfig(async_save=mode, back_pressure="coalesce")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         disk.gate.clear()
         manager.save(1, state_of(1.0))
         disk.arrive()
@@ -263,7 +264,7 @@ def test_engine_overwrites_a_name_in_both_modes_alike(tmp_path: Path) -> None:
 def test_in_flight_save_is_neither_listed_nor_latest_and_pins_hold(tmp_path: Path) -> None:
     disk = HeldDisk()
     config = CheckpointConfig(async_save="thread", keep="last(1)")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         manager.save(1, state_of(1.0))
         manager.wait()
         disk.arrive()
@@ -287,7 +288,7 @@ def test_in_flight_save_is_neither_listed_nor_latest_and_pins_hold(tmp_path: Pat
 def test_retention_waits_for_durability_and_runs_in_the_background(tmp_path: Path) -> None:
     disk = HeldDisk()
     config = CheckpointConfig(async_save="thread", keep="last(1)")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         manager.save(1, state_of(1.0))
         manager.wait()
         disk.arrive()
@@ -448,7 +449,7 @@ def test_close_waits_for_the_save_of_another_thread(
 ) -> None:
     disk = HeldDisk()
     config = CheckpointConfig(async_save=async_save)
-    manager = CheckpointManager(tmp_path, config, fs=disk)
+    manager = manager_on(tmp_path, config, fs=disk)
     disk.gate.clear()
     saving = threading.Thread(target=manager.save, args=(1, state_of(1.0)))
     saving.start()

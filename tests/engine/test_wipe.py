@@ -21,6 +21,7 @@ from ckptmgr.io.buffers import BufferPool
 from ckptmgr.observe.observers import Event
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 from tests.support.staging_memory import MIB
 
 KEY = b"sixteen byte key"
@@ -151,7 +152,7 @@ def test_buffers_are_wiped_when_they_are_written_not_when_the_file_is_durable(
     seen = {}
     for memory in (EACH, AT_END):
         disk = WatchedDisk()
-        with CheckpointManager(tmp_path, config_of(memory, "thread"), fs=disk) as manager:
+        with manager_on(tmp_path, config_of(memory, "thread"), fs=disk) as manager:
             manager.save(1, state())
         seen[memory.wipe] = disk.seen[0]  # the data file
     assert seen["each_buffer"] == 0

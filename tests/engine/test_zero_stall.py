@@ -38,6 +38,7 @@ from tests.support.descriptors import open_descriptors
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, run_program
 from tests.support.held_staging import HeldStaging
 from tests.support.interrupts import is_interrupted, pressing_ctrl_c
+from tests.support.runs import manager_on
 from tests.support.staging_memory import failing, map_tensors, values
 
 torch: Any = pytest.importorskip("torch")
@@ -68,7 +69,7 @@ def nothing_left() -> Iterator[None]:
 def manager_of(path: Path, mode: str = "thread", **options: Any) -> CheckpointManager:
     fs = options.pop("fs", None)
     config = CheckpointConfig(async_save=mode, zero_stall=True, **options)
-    return CheckpointManager(path, config, fs=fs)
+    return manager_on(path, config, fs=fs)
 
 
 def fresh() -> dict[str, Any]:

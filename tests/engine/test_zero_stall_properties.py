@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, SaveFailed, SaveHandle, SaveSuperseded
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import SaveFailed, SaveSuperseded
+from ckptmgr.core.handle import SaveHandle
 from tests.support.crashmodel import ModelDisk
 from tests.support.held_staging import HeldStaging
+from tests.support.runs import manager_on
 
 SIZE = 20_000
 Action = Literal["save", "update", "update without waiting", "copy", "wait"]
@@ -31,7 +34,7 @@ class Loop:
             on_error="warn",
             keep_checkpoint_max=100,
         )
-        self.manager = CheckpointManager("/runs", config, fs=ModelDisk())
+        self.manager = manager_on("/runs", config, fs=ModelDisk())
         self.weights = weights
         self.held = held
         self.value = 0

@@ -36,6 +36,7 @@ from tests.support.held import (
     temporary_files,
     wait_for_end,
 )
+from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop, data_files
 
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
@@ -44,13 +45,11 @@ BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def held_manager(runs: Path, disk: HeldDisk, **config: Any) -> CheckpointManager:
-    return CheckpointManager(runs, CheckpointConfig(async_save="thread", **config), fs=disk)
+    return manager_on(runs, CheckpointConfig(async_save="thread", **config), fs=disk)
 
 
 def held_callback(runs: Path, disk: HeldDisk, **config: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        "net", str(runs), CheckpointConfig(async_save="thread", **config), fs=disk
-    )
+    return callback_on("net", str(runs), CheckpointConfig(async_save="thread", **config), fs=disk)
 
 
 def steps(manager: CheckpointManager) -> list[int]:

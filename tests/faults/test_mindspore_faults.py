@@ -23,6 +23,7 @@ from ckptmgr import CheckpointConfig, ModelCheckpoint, StoreFull, load_checkpoin
 from tests.faults.killed import kill_during_write
 from tests.support import api
 from tests.support.crashmodel import FailingDisk
+from tests.support.runs import callback_on
 from tests.support.surface import KEY, Loop, data_files
 
 MIB = 1 << 20
@@ -67,7 +68,7 @@ class _FullDisk:
 def _training(
     directory: Path, config: CheckpointConfig, *, disk: FailingDisk
 ) -> tuple[Loop, ModelCheckpoint]:
-    callback = ModelCheckpoint("CKP", str(directory), config, fs=disk)
+    callback = callback_on("CKP", str(directory), config, fs=disk)
     return Loop(callbacks=(callback,), batch_num=10, network=_network()), callback
 
 
@@ -208,7 +209,7 @@ def test_f08_kill_of_save_checkpoint_over_an_old_file_keeps_it(tmp_path: Path, f
 def test_f08_full_disk_while_one_name_is_overwritten_keeps_the_old_file(tmp_path: Path) -> None:
     """MindSpore: the old file is unlinked first."""
     full = _FullDisk(tmp_path)
-    callback = ModelCheckpoint(lambda _: "last", str(tmp_path), fs=full.disk)
+    callback = callback_on(lambda _: "last", str(tmp_path), fs=full.disk)
     loop = Loop(callbacks=(callback,), network=_network())
     loop.run(2, end=False)
     full.fill()

@@ -18,14 +18,14 @@ WORK = """
 import subprocess
 import sys
 import numpy
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Snapshots
 
 directory, key = sys.argv[1], None if len(sys.argv) < 3 else f"file:{sys.argv[2]}"
 state = {"w": numpy.random.default_rng(7).integers(0, 256, 100_000, numpy.uint8)}
 
 def save(name, **options):
     config = CheckpointConfig(enc_key=key, verify_after_write=True, **options)
-    with CheckpointManager(f"{directory}/{name}", config, prefix="net", snapshot_steps=1) as manager:
+    with CheckpointManager(f"{directory}/{name}", config, prefix="net", snapshots=Snapshots(1)) as manager:
         manager.step_end(1, state)
 
 if key is None:

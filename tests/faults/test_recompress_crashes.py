@@ -8,10 +8,13 @@ import pytest
 
 from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
 from ckptmgr.maintenance.recompress import recompress
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
+from tests.support.runs import manager_on
 
 STATE = {"w": np.zeros(2000, np.float32)}
 
@@ -20,8 +23,8 @@ def saved_disk(key: bytes | None) -> ModelDisk:
     """Return a disk on which a run has saved two steps."""
     disk = ModelDisk()
     config = CheckpointConfig(format="safetensors", enc_key=key)
-    with CheckpointManager(
-        RUNS, config, prefix="net", fs=disk, processes=ModelProcesses(disk), clock=lambda: 1e9
+    with manager_on(
+        RUNS, config, fs=disk, processes=ModelProcesses(disk), clock=lambda: 1e9, prefix="net"
     ) as manager:
         for step in (1, 2):
             manager.save(step, STATE)

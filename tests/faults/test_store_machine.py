@@ -10,7 +10,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr import Checkpoint, CheckpointManager, Resumption, StoreLocked, UnprovenCheckpoint
+from ckptmgr import Resume
+from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
 from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
@@ -99,7 +103,7 @@ class Training(RuleBasedStateMachine):
         except UnprovenCheckpoint:
             assert self.key is not None
             assert not self.known.intact
-            return manager.resume(start="new")
+            return manager.resume(None, Resume(start="new"))
 
     def new_run(self, manager: CheckpointManager, resumed_from: str | None) -> Run:
         number = len(self.runs)

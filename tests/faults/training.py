@@ -16,6 +16,7 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from tests.support import api
 from tests.support.crashmodel import ModelDisk
+from tests.support.runs import manager_on
 
 RUNS = Path("/runs/digits")
 SERIES = "net"
@@ -61,13 +62,13 @@ class Trainer:
 
     def manager(self, observe: Observer | None = None) -> CheckpointManager:
         """Return a manager of the run directory."""
-        return CheckpointManager(
+        return manager_on(
             RUNS,
             CheckpointConfig(keep=self.keep, enc_key=self.key),
-            prefix=SERIES,
             fs=self.fs or self.disk,
             processes=ModelProcesses(self.disk),
             clock=lambda: float(next(self.times)),
+            prefix=SERIES,
             observe=observe,
         )
 

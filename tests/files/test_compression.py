@@ -40,6 +40,7 @@ from ckptmgr.parallel.mindspore.rank_files import find_rank_files
 from tests.files.test_frame_writer import MemoryFile, image_with
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 from tests.support.saved import flip, only, overwrite
 
 KEY = bytes(range(16))
@@ -252,7 +253,7 @@ def test_full_disk_leaves_nothing_and_says_so(tmp_path: Path) -> None:
         api.OsFileSystem(), error=errno.ENOSPC, operation="write_at", call=1, is_lasting=True
     )
     config = CheckpointConfig(format="safetensors", compression="zstd")
-    manager = CheckpointManager(tmp_path, config, prefix="net", fs=disk)
+    manager = manager_on(tmp_path, config, fs=disk, prefix="net")
     with pytest.raises(StoreFull, match="became full while saving") as caught:
         manager.save(1, VALUES)
     assert "0 bytes needed" not in str(caught.value)

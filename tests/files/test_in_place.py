@@ -26,7 +26,9 @@ from ckptmgr import (
 from ckptmgr.files.load.in_place import InPlaceState
 from ckptmgr.files.load.state import StoredState
 from ckptmgr.series.reader import SeriesReader
-from tests.support import api
+from ckptmgr.state.tree import StateMismatch
+from ckptmgr.store.store import Store
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import KEY
 from tests.support.trees import same
@@ -249,7 +251,7 @@ class _ChangingFile:
 
 def test_file_that_changes_after_it_was_verified_is_an_error_that_says_so(tmp_path: Path) -> None:
     disk = Changing()
-    with CheckpointManager(tmp_path, fs=disk) as manager:
+    with manager_on(tmp_path, fs=disk) as manager:
         manager.save(1, {"w": np.ones(1 << 20)})
         disk.stable_bytes = 15 << 20  # 8 MiB to verify, and nearly as much to read
         with pytest.raises(CorruptCheckpoint) as caught:

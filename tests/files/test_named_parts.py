@@ -19,10 +19,7 @@ from ckptmgr import (
     CorruptCheckpoint,
     KeyProblem,
     ModelCheckpoint,
-    PackedArray,
-    StateMismatch,
-    UnsupportedCheckpoint,
-    UnsupportedState,
+    Ranks,
     load_checkpoint,
     load_state,
     open_checkpoint,
@@ -214,7 +211,7 @@ def test_tied_weights_of_two_parts_come_with_each(tmp_path: Path) -> None:
 
 
 def test_part_of_a_checkpoint_of_many_ranks_is_loaded(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, coordinator=Seat(Meeting(1), 0))
+    manager = CheckpointManager(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
     with manager:
         manager.save(1, {"net": {"w": np.arange(3.0)}, "step": 1})
     found = CheckpointManager(tmp_path).load("latest", only="net")
@@ -228,7 +225,7 @@ def test_part_of_a_checkpoint_of_many_ranks_is_loaded(tmp_path: Path) -> None:
 
 def test_part_of_a_state_of_slices_is_refused(tmp_path: Path) -> None:
     layout = {"net/w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
-    manager = CheckpointManager(tmp_path, coordinator=Seat(Meeting(2), 0), layout=layout)
+    manager = CheckpointManager(tmp_path, ranks=Ranks(Seat(Meeting(2), 0), layout=layout))
     with CheckpointManager(tmp_path) as whole:
         whole.save(1, {"net": {"w": np.arange(4.0)}})
     with pytest.raises(UnsupportedState, match="only has no effect on a state that holds slices"):

@@ -11,9 +11,7 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
-    CkptmgrError,
-    StoreLocked,
-    UnsupportedCheckpoint,
+    Resume,
     load_checkpoint,
     load_state,
     open_checkpoint,
@@ -180,7 +178,7 @@ def test_single_tensors_of_a_file_without_manifest_are_read(tmp_path: Path) -> N
 def test_run_does_not_resume_from_a_file_without_manifest_unless_asked(tmp_path: Path) -> None:
     save_state(STATE, tmp_path / "net-3_40.ckpt", manifest=False)
     with CheckpointManager(tmp_path, prefix="net") as manager:
-        assert manager.resume(allow_bare=True).checkpoint is not None
+        assert manager.resume(None, Resume(allow_bare=True)).checkpoint is not None
 
 
 def test_file_without_manifest_is_not_written_while_another_process_writes_it(

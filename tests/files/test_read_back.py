@@ -20,7 +20,9 @@ from ckptmgr import (
 )
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import UncachedFile
-from tests.support import api
+from ckptmgr.io.filesystem import InputFile, OsFileSystem
+from ckptmgr.store.store import Store
+from tests.support.runs import manager_on
 from tests.support.saved import save_run
 from tests.support.surface import Loop
 
@@ -95,7 +97,7 @@ def test_without_the_option_nobody_reads_back(tmp_path: Path) -> None:
 def test_error_counts_the_ranges_that_are_wrong(tmp_path: Path) -> None:
     disk = Lying()
     disk.flipped = (60, 20 << 20, 33 << 20)
-    manager = CheckpointManager(tmp_path, CheckpointConfig(verify_after_write=True), fs=disk)
+    manager = manager_on(tmp_path, CheckpointConfig(verify_after_write=True), fs=disk)
     with (
         manager,
         pytest.raises(SaveFailed, match=r"the bytes 0\.\.16777216 are not .* \(and 2 more ranges"),

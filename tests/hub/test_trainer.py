@@ -27,16 +27,18 @@ from transformers import (  # noqa: E402
     TrainingArguments,
 )
 
-from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume  # noqa: E402
 from ckptmgr.core.errors import (  # noqa: E402
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
     UnsupportedCheckpoint,
 )
+from ckptmgr.integrations.base import FrameworkManager  # noqa: E402
 from ckptmgr.integrations.safetensors.torch import save_file  # noqa: E402
 from ckptmgr.integrations.transformers import CheckpointCallback, from_pretrained  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
+from tests.parallel.ranks import Meeting, Seat  # noqa: E402
 
 pytestmark = [pytest.mark.hub, pytest.mark.filterwarnings("default")]  # Transformers advises
 KEY = bytes(range(32))
@@ -306,7 +308,7 @@ def test_other_groups_of_parameters_are_an_error_that_names_checkpoint_and_way_o
 
 
 def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
-    class Older(CheckpointManager):
+    class Older(FrameworkManager):
         def step_end(self, step: int, state: Any, **facts: Any) -> Any:
             def without_class() -> Any:
                 return {name: one for name, one in state().items() if name != "optimizer_class"}
@@ -314,7 +316,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
             return super().step_end(step, without_class, **facts)
 
     with CheckpointCallback(tmp_path / "runs") as checkpoints:
-        checkpoints.manager = Older(tmp_path / "runs")
+        checkpoints.manager = Older("Older", tmp_path / "runs")
         new_trainer(tmp_path, new_model(), [checkpoints]).train()
     assert resume_with(tmp_path, new_model()).state.global_step == 12
 
@@ -376,14 +378,14 @@ def test_training_that_does_not_resume_beside_checkpoints_is_refused_before_a_st
 
 def test_training_that_is_to_begin_anew_begins_beside_the_checkpoints(tmp_path: Path) -> None:
     train(tmp_path)
-    with CheckpointCallback(tmp_path / "runs", start="new") as checkpoints:
+    with CheckpointCallback(tmp_path / "runs", resume=Resume(start="new")) as checkpoints:
         trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
         trainer.train()
         trainer.train()
     assert CheckpointManager(tmp_path / "runs").resume().step == 2
     assert {one.step for one in CheckpointManager(tmp_path / "runs").checkpoints()} >= {2, 6}
     with pytest.raises(ValueError, match="start must be 'newest' or 'new', but got 'old'"):
-        CheckpointCallback(tmp_path / "runs", start="old")  # type: ignore[arg-type]
+        Resume(start="old")  # type: ignore[arg-type]
 
 
 def test_training_in_an_empty_directory_begins_without_materialize(tmp_path: Path) -> None:
@@ -466,7 +468,7 @@ def test_training_in_several_processes_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coordinator"):
-        CheckpointCallback(tmp_path, coordinator=object())
+        CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def test_training_outside_of_the_block_is_refused(tmp_path: Path) -> None:

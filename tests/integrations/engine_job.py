@@ -15,6 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ckptmgr import Ranks
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -87,7 +89,7 @@ def main(plan: Plan) -> None:
     directory = Path(plan.directory) / "run"
     config = CheckpointConfig(async_save=True, keep="all")
     with CheckpointManager(
-        directory, config, prefix="net", coordinator=coordinator, rank_timeout_s=60
+        directory, config, ranks=Ranks(coordinator, timeout_s=60), prefix="net"
     ) as manager:
         found = manager.resume({"weights": np.zeros(1000)})
         assert isinstance(found.state, dict)
@@ -107,7 +109,7 @@ def main(plan: Plan) -> None:
         return
     if plan.ending:
         last = CheckpointManager(
-            directory, config, prefix="net", coordinator=coordinator, rank_timeout_s=1
+            directory, config, ranks=Ranks(coordinator, timeout_s=1), prefix="net"
         )
         try:
             last.save(plan.until, {"weights": weights})

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.training.manager import CheckpointManager
 
@@ -47,7 +48,7 @@ def main(directory: Path, action: str, rank: int, world: int, port: str) -> None
     state: Any = {**arrays(action), "own": rank}
     config = CheckpointConfig(remove_redundancy=True, format="safetensors")
     with CheckpointManager(
-        directory, config, prefix="jax", coordinator=jax_coordinator(), rank_timeout_s=60
+        directory, config, ranks=Ranks(jax_coordinator(), timeout_s=60), prefix="jax"
     ) as manager:
         if action == "save":
             manager.save(1, state)

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckptmgr import Ranks
+
 
 def main(directory: Path) -> None:
     """Be one rank."""
@@ -35,7 +37,7 @@ def main(directory: Path) -> None:
             append_info=["epoch_num", "step_num"],
         )
         return ModelCheckpoint(
-            "net", str(directory / "run"), config, coordinator=ranks, rank_timeout_s=60
+            "net", str(directory / "run"), config, ranks=Ranks(ranks, timeout_s=60)
         )
 
     training.train([callback()], epochs=2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ckptmgr
-from ckptmgr import load_checkpoint
+from ckptmgr import Resume, load_checkpoint
 from ckptmgr.store.store import Store
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
@@ -168,7 +168,7 @@ def test_resume_skips_a_damaged_file_and_continues_from_a_mindspore_one(tmp_path
     newest = tmp_path / "net-3_5.ckpt"
     newest.chmod(0o600)
     newest.write_bytes(newest.read_bytes()[:-1])
-    resumed = _callback(OURS, tmp_path, save_checkpoint_steps=5).resume(allow_bare=True)
+    resumed = _callback(OURS, tmp_path, save_checkpoint_steps=5).resume(Resume(allow_bare=True))
     assert resumed.checkpoint.name == "net-2_5.ckpt"
     assert [skipped.checkpoint.name for skipped in resumed.skipped] == ["net-3_5.ckpt"]
 

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
 torch = pytest.importorskip("torch")
@@ -160,7 +161,7 @@ def test_save_saves_what_no_policy_asks_for(tmp_path: Path) -> None:
     loop = Loop(tmp_path, config=CheckpointConfig(save_checkpoint_steps=100))
     with loop.checkpoints as checkpoints:
         checkpoints.prepare(*loop.parts)
-        checkpoints.resume(start="new")
+        checkpoints.resume(Resume(start="new"))
         checkpoints.save(7, epoch=1, metrics={"loss": 0.5})
     (saved,) = CheckpointManager(tmp_path).checkpoints()
     assert (saved.step, saved.epoch, dict(saved.metrics)) == (7, 1, {"loss": 0.5})
@@ -261,7 +262,7 @@ def test_several_processes_and_sharded_states_are_refused(
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coordinator= has no effect"):
-        AcceleratorCheckpoints(Accelerator(cpu=True), tmp_path, coordinator=object())
+        AcceleratorCheckpoints(Accelerator(cpu=True), tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def without_checkpoints(text: str) -> str:

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, StateMismatch, UnsupportedState
 from ckptmgr.core.errors import CkptmgrError, UnsupportedCheckpoint
+from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
 os.environ["KERAS_BACKEND"] = "torch"  # of this process and those that it starts
@@ -217,7 +219,7 @@ def test_other_class_of_optimizer_with_the_same_names_is_refused(tmp_path: Path)
 
 
 def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
-    class Older(CheckpointManager):
+    class Older(FrameworkManager):
         def step_end(self, step: int, state: Any, **facts: Any) -> Any:
             def without_class() -> Any:
                 return {name: one for name, one in state().items() if name != "optimizer_class"}
@@ -225,7 +227,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
             return super().step_end(step, without_class, **facts)
 
     with CheckpointCallback(tmp_path) as checkpoints:
-        checkpoints.manager = Older(tmp_path)
+        checkpoints.manager = Older("Older", tmp_path)
         model_of().fit(X, Y, batch_size=8, callbacks=[checkpoints], verbose=0)
     fit(tmp_path, 2)
     assert steps_in(tmp_path)[-1] == 8
@@ -467,7 +469,7 @@ def test_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coordinator= has no effect"):
-        CheckpointCallback(tmp_path, coordinator=object())
+        CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def test_backend_that_cannot_be_resumed_is_refused_by_name(

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 
 from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 
-from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume  # noqa: E402
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint  # noqa: E402
 from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
@@ -568,7 +568,7 @@ def test_resumed_run_with_more_steps_ends_as_one_run(tmp_path: Path) -> None:
 
 def test_unknown_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'newest' or 'new'"):
-        ManagerCheckpoint(tmp_path, start="old")  # type: ignore[arg-type]
+        ManagerCheckpoint(tmp_path, resume=Resume(start="old"))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("quiet")

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager
+from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import every_cut
+from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make kit FRAMEWORK=mindspore")
@@ -364,7 +365,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"coordinator=.*ModelCheckpoint"):
-        ours.CheckpointCallback(tmp_path, coordinator=object())
+        ours.CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def with_dropout() -> Any:

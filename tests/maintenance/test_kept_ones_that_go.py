@@ -10,10 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, UnsafePrune, parse_policy, save_checkpoint
-from ckptmgr.maintenance.prune import undo
-from tests.support import api
-from tests.support.pruning import carry_out, propose
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
+from tests.support.runs import manager_on
 from tests.support.saved import overwrite, save_run
 from tests.support.visiteddisk import DiskVisitedAtLock
 
@@ -62,7 +66,7 @@ def test_prune_removes_nothing_when_one_that_stays_goes_after_the_last_listing(
 def test_retention_removes_nothing_when_the_save_that_it_follows_is_gone(fast_path: Path) -> None:
     disk = DiskVisitedAtLock(lambda: remove(fast_path / "net-2.ckpt"), "net-1.ckpt")
     config = CheckpointConfig(keep="last(1)")
-    with CheckpointManager(fast_path, config, prefix="net", fs=disk) as manager:
+    with manager_on(fast_path, config, fs=disk, prefix="net") as manager:
         for step in (1, 2):
             manager.save(step, {"w": np.zeros(3, np.float32)})
     assert (disk.was_visited, names(fast_path)) == (True, ["net-1.ckpt"])

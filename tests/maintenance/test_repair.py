@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    Checkpoint,
-    CheckpointConfig,
-    CheckpointManager,
-    CheckpointNotFound,
-    StoreLocked,
-    UnsupportedCheckpoint,
-)
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.store.name_leases import hold_name
 from tests.cli.running import run
@@ -42,9 +39,8 @@ def saved(
         with CheckpointManager(
             directory,
             CheckpointConfig(remove_redundancy=removes, **config),
+            ranks=Ranks(Seat(meeting, rank), keep_redundancy=keep_redundancy if removes else 1),
             prefix="net",
-            coordinator=Seat(meeting, rank),
-            keep_redundancy=keep_redundancy if removes else 1,
         ) as ours:
             ours.save(1, {**state, "own": np.full(5000, rank)} if own else state)
 

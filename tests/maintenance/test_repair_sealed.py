@@ -29,6 +29,7 @@ from tests.parallel.test_sharded_state import job
 from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.support.damage import put
+from tests.support.runs import manager_on
 
 SIGNER = api.SigningKey(bytes(range(32)))
 OPTIONS = api.reading(keys=api.Key(KEY))
@@ -287,13 +288,13 @@ def test_set_that_a_later_one_names_is_healed_with_a_key_only(key: bytes | None)
         return
     (done,) = repaired(disk, key)
     assert done.problem is None
-    with CheckpointManager(
+    with manager_on(
         RUNS,
         CheckpointConfig(enc_key=KEY, keep="all", **ZSTD),
-        prefix=SERIES,
         fs=disk,
         processes=ModelProcesses(disk),
         clock=Clock(),
+        prefix=SERIES,
     ) as ours:
         assert ours.resume().checkpoint is not None
 

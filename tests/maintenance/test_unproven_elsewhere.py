@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,17 @@ from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
     ModelCheckpoint,
-    UnprovenCheckpoint,
-    UnsupportedCheckpoint,
+    Ranks,
+    Snapshots,
     load_checkpoint,
 )
+from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.model import State
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.cli.running import run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
-from tests.support import api
+from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 from tests.support.surface import Loop, data_files
 from tests.training.test_unproven import KEY, STRANGERS, Add, add_other_key, key_source, train
@@ -30,9 +35,9 @@ TRASH = ".ckptmgr-trash"
 FAR = "99991231T235959.999999Z"
 
 
-def manager(runs: Path, key: bytes = KEY, **options: int) -> CheckpointManager:
+def manager(runs: Path, key: bytes = KEY, **options: Any) -> CheckpointManager:
     config = CheckpointConfig(enc_key=key, keep="all", save_checkpoint_steps=10**6)
-    return CheckpointManager(runs, config, prefix="net", **options)  # type: ignore[arg-type]
+    return CheckpointManager(runs, config, prefix="net", **options)
 
 
 def add(
@@ -53,7 +58,7 @@ def test_rollback_takes_the_proven_checkpoint_that_is_newer_than_memory_beside_a
 ) -> None:
     runs = tmp_path / "runs"
     state = {"w": np.zeros(3)}
-    with manager(runs, snapshot_steps=10**6) as ours:
+    with manager(runs, snapshots=Snapshots(10**6)) as ours:
         ours.snapshot(10, {"w": np.full(3, 10.0)})
         ours.save(20, {"w": np.full(3, 20.0)})
         add(runs, 1, sequence=1000)
@@ -154,12 +159,8 @@ def test_plain_unsigned_file_needs_permission_to_be_unencrypted_with_trusted_key
         load_checkpoint(path, trusted_keys=trusted, allow_unsealed=True)
     assert load_checkpoint(path, trusted_keys=trusted, allow_unencrypted=True)
     for allow in ("allow_unsealed", "allow_unencrypted"):
-        with CheckpointManager(
-            tmp_path,
-            prefix="net",
-            trusted_keys=trusted,
-            **{allow: True},  # type: ignore[arg-type]
-        ) as ours:
+        options = {"trusted_keys": trusted, allow: True}
+        with manager_on(tmp_path, prefix="net", **options) as ours:
             assert (ours.latest() is not None) == (allow == "allow_unencrypted")
 
 
@@ -229,7 +230,7 @@ def test_error_of_a_resume_is_about_the_own_checkpoint_and_not_about_a_stranger(
 
     def save(rank: int) -> bool:
         seat = Seat(meeting, rank)
-        with CheckpointManager(runs, config, prefix="net", coordinator=seat) as ours:
+        with CheckpointManager(runs, config, ranks=Ranks(seat), prefix="net") as ours:
             return ours.save(1, {"w": np.full(3, rank)}) is not None
 
     for outcome in run_ranks(meeting, save):

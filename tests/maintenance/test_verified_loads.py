@@ -15,15 +15,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointManager,
-    CkptmgrError,
-    CorruptCheckpoint,
-    KeyProblem,
-    load_checkpoint,
-    open_checkpoint,
-    save_checkpoint,
-)
+from ckptmgr import CheckpointManager, Ranks, load_checkpoint, open_checkpoint, save_checkpoint
 from ckptmgr.cli.selectors import select_one
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
@@ -237,7 +229,7 @@ def test_link_in_place_of_the_file_of_a_rank_is_refused_by_verify(tmp_path: Path
 
     def save(rank: int) -> None:
         seat = Seat(meeting, rank)
-        with CheckpointManager(tmp_path / "runs", prefix="net", coordinator=seat) as manager:
+        with CheckpointManager(tmp_path / "runs", ranks=Ranks(seat), prefix="net") as manager:
             manager.save(1, {"w": np.full(2, float(rank))})
 
     assert [outcome.raised for outcome in run_ranks(meeting, save)] == [None] * WORLD

@@ -42,7 +42,7 @@ from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_wi
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.held import TIMEOUT_S, HeldDisk
-from tests.support.pruning import carry_out, propose
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import Loop
 
@@ -119,7 +119,7 @@ def test_failed_save_is_told_once(tmp_path: Path, mode: str) -> None:
     heard: Heard = []
     disk = HeldDisk()
     disk.failure = OSError(5, "Input/output error")
-    manager = CheckpointManager(tmp_path, config_of(mode), observe=heard.append, fs=disk)
+    manager = manager_on(tmp_path, config_of(mode), fs=disk, observe=heard.append)
     with suppress(OSError):
         manager.save(1, state_of(1.0))
     with suppress(OSError):
@@ -164,7 +164,7 @@ def test_every_save_that_started_ends_once(
     heard: Heard = []
     disk = HeldDisk()
     config = config_of("thread", back_pressure=back_pressure)
-    with CheckpointManager(tmp_path, config, observe=heard.append, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk, observe=heard.append) as manager:
         if back_pressure != "wait":
             disk.gate.clear()
         for step in (1, 2, 3):
@@ -337,7 +337,7 @@ def test_retention_that_fails_is_told(tmp_path: Path) -> None:
     heard: Heard = []
     disk = FailingDisk(api.OsFileSystem(), operation="unlink", call=1, is_lasting=True)
     config = CheckpointConfig(keep="last(1)")
-    with CheckpointManager(tmp_path, config, observe=heard.append, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk, observe=heard.append) as manager:
         manager.save(1, state_of(1.0))
         manager.save(2, state_of(1.0))
     assert "save.failed" not in names(heard)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint
+from ckptmgr import CheckpointConfig, ModelCheckpoint, Ranks
 from ckptmgr.integrations.job import job_coordinator
 from tests.support.surface import Loop
 from tests.support.torch_ranks import run_ranks
@@ -27,9 +27,7 @@ def main(directory: Path) -> None:
     )
 
     def callback() -> ModelCheckpoint:
-        return ModelCheckpoint(
-            "net", str(directory), config, coordinator=ranks, rank_timeout_s=60.0
-        )
+        return ModelCheckpoint("net", str(directory), config, ranks=Ranks(ranks, timeout_s=60.0))
 
     own = np.full(3, ranks.rank, np.float32)
     first = callback()

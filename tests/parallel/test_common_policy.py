@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import (
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
+from ckptmgr.parallel.errors import RankFailed
+from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
+from ckptmgr.policy.save import (
     AtSteps,
     CheckpointConfig,
     CheckpointManager,
@@ -68,7 +74,7 @@ def test_managers_with_different_steps_save_nothing(tmp_path: Path) -> None:
 
     def train(rank: int) -> None:
         config = CheckpointConfig(save_checkpoint_steps=2 + rank, keep="all")
-        with CheckpointManager(tmp_path, config, coordinator=Seat(meeting, rank)) as manager:
+        with CheckpointManager(tmp_path, config, ranks=Ranks(Seat(meeting, rank))) as manager:
             for step in range(1, 10):
                 manager.step_end(step, {"rank": rank})
 

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import (
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
+from ckptmgr.parallel.errors import RankFailed
+from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
+from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel.team import policy_of_all
+from ckptmgr.policy.save import (
     AtSteps,
     CheckpointConfig,
     CheckpointManager,
@@ -20,13 +28,9 @@ from ckptmgr import (
     RankFailed,
     RanksOutOfStep,
 )
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel import SharedDirectory
-from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
-from ckptmgr.parallel.team import policy_of_all
-from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
+from ckptmgr.store.store import Store
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
-from tests.support import api
+from tests.support.runs import manager_on
 
 
 def joint(policy: SavePolicy, meeting: Meeting, rank: int) -> RankZeroPolicy:
@@ -179,7 +183,7 @@ def test_managers_whose_clocks_differ_save_the_same_steps(mode: bool | str, tmp_
     def train(rank: int) -> int:
         clock = Clock(START + 1000.0 * rank)
         ranks = SharedDirectory(tmp_path / "ranks", rank=rank, world=WORLD, session="one")
-        with CheckpointManager(tmp_path / "run", config, clock=clock, coordinator=ranks) as manager:
+        with manager_on(tmp_path / "run", config, clock=clock, ranks=Ranks(ranks)) as manager:
             for step in range(1, 20):
                 clock.now += 1.0 if rank == 0 else 3.0
                 manager.step_end(step, {"rank": rank})

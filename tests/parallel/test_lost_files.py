@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    CorruptCheckpoint,
-    UnsupportedCheckpoint,
-    load_checkpoint,
-)
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.serialization import load_checkpoint
+from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.parallel.test_sharded_edges import WHOLE
@@ -25,6 +23,7 @@ from tests.parallel.test_sharded_state import alone, job
 from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put, truncate
+from tests.support.runs import manager_on
 
 WORLD = 4
 Damage = Callable[[ModelDisk, str], None]
@@ -75,8 +74,8 @@ def save(
     config = CheckpointConfig(remove_redundancy=removes, format="safetensors")
 
     def one(rank: int) -> int:
-        with CheckpointManager(
-            folder, config, prefix=SERIES, coordinator=Seat(meeting, rank), **options
+        with manager_on(
+            folder, config, ranks=Ranks(Seat(meeting, rank)), prefix=SERIES, **options
         ) as ours:
             ours.save(1, state(rank))
         return rank

@@ -8,13 +8,19 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Resumption
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.store.listing import lone_sets
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train
 from tests.support import api
 from tests.support.crashmodel import ModelDisk
+from tests.support.runs import manager_on
 
 LATER_S = 100_000.0
 
@@ -37,14 +43,14 @@ def start_again(disk: ModelDisk, *, steps: int = 0) -> list[Resumption]:
     meeting = Meeting()
 
     def one(rank: int) -> Resumption:
-        with CheckpointManager(
+        with manager_on(
             RUNS,
             CheckpointConfig(keep="all"),
-            prefix=SERIES,
             fs=disk,
             processes=ModelProcesses(disk),
             clock=Clock(START + LATER_S),
-            coordinator=Seat(meeting, rank),
+            ranks=Ranks(Seat(meeting, rank)),
+            prefix=SERIES,
         ) as ours:
             found = ours.resume(state(rank, 0))
             for step in range(found.step + 1, found.step + 1 + steps):

@@ -15,17 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    ModelCheckpoint,
-    RankFailed,
-    RanksMissing,
-    RanksOutOfStep,
-    Resumed,
-    SaveFailed,
-    UnsupportedState,
-    load_checkpoint,
-)
+from ckptmgr import Ranks, load_checkpoint
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import SaveFailed, UnsupportedState
+from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.strict_json import Json
@@ -44,6 +37,7 @@ from tests.parallel.ranks import (
 from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order
 from tests.support.damage import flip_bit, put
+from tests.support.runs import callback_on
 from tests.support.surface import Loop
 
 T = TypeVar("T")
@@ -84,15 +78,14 @@ class Job:
 
     def callback(self, rank: int, **config: Any) -> ModelCheckpoint:
         """Return the callback of a rank."""
-        return ModelCheckpoint(
+        return callback_on(
             "net",
             str(RUNS),
             CheckpointConfig(**config),
-            coordinator=Seat(self.meeting, rank),
-            rank_timeout_s=TIMEOUT_S,
             clock=self.clock,
             fs=self.disks.get(rank, self.disk),
             processes=ModelProcesses(self.disk),
+            ranks=Ranks(Seat(self.meeting, rank), timeout_s=TIMEOUT_S),
             **self.options,
         )
 
@@ -201,9 +194,7 @@ def test_one_process_without_a_coordinator_resumes_what_many_ranks_saved() -> No
 def alone(disk: ModelDisk, **config: Any) -> ModelCheckpoint:
     """Return the callback of one process without a coordinator."""
     processes = ModelProcesses(disk)
-    return ModelCheckpoint(
-        "net", str(RUNS), CheckpointConfig(**config), fs=disk, processes=processes
-    )
+    return callback_on("net", str(RUNS), CheckpointConfig(**config), fs=disk, processes=processes)
 
 
 def go_on(callback: ModelCheckpoint, loop: Loop) -> str:
@@ -455,7 +446,7 @@ def test_series_that_is_none_is_refused(said: Json) -> None:
         def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
             return [{"ok": said}] * WORLD
 
-    callback = ModelCheckpoint("net", str(RUNS), coordinator=Rogue(Meeting(WORLD), 1))
+    callback = ModelCheckpoint("net", str(RUNS), ranks=Ranks(Rogue(Meeting(WORLD), 1)))
     with pytest.raises(RanksOutOfStep):
         callback.begin(loop_of(callback, 1))
 
@@ -465,7 +456,7 @@ def test_ranks_with_different_prefixes_are_told_so_at_once() -> None:
 
     def one(rank: int) -> None:
         name = f"net_{rank}"
-        callback = ModelCheckpoint(name, str(RUNS), coordinator=Seat(meeting, rank), fs=ModelDisk())
+        callback = callback_on(name, str(RUNS), fs=ModelDisk(), ranks=Ranks(Seat(meeting, rank)))
         callback.begin(loop_of(callback, rank))
 
     for outcome in run_ranks(meeting, one):
@@ -504,14 +495,14 @@ def test_ranks_whose_clocks_differ_save_by_time_at_the_same_steps() -> None:
     )
 
     def one(rank: int) -> str:
-        with ModelCheckpoint(
+        with callback_on(
             "net",
             str(RUNS),
             config,
-            coordinator=Seat(job.meeting, rank),
             clock=Ticking(now=1000.0 * rank, tick_s=1.0 + 9.0 * rank),
             fs=job.disk,
             processes=ModelProcesses(job.disk),
+            ranks=Ranks(Seat(job.meeting, rank)),
         ) as callback:
             loop_of(callback, rank).run(20)
             return Path(callback.latest_ckpt_file_name).name
@@ -525,7 +516,7 @@ def test_ranks_whose_clocks_differ_save_by_time_at_the_same_steps() -> None:
 @pytest.mark.parametrize("names", [{"prefix": str}, {"directory": str}])
 def test_functions_for_names_are_refused(names: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="each rank would call its own"):
-        ModelCheckpoint(**names, coordinator=Seat(Meeting(1), 0))
+        ModelCheckpoint(ranks=Ranks(Seat(Meeting(1), 0)), **names)
 
 
 def calls_by_save(rank: int) -> list[int]:

@@ -11,20 +11,13 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    CheckpointNotFound,
-    MemoryConfig,
-    RankFailed,
-    RanksMissing,
-    RanksOutOfStep,
-    ResumeFailed,
-    Resumption,
-    StateMismatch,
-    UnsupportedCheckpoint,
-    UnsupportedState,
-)
+from ckptmgr import Ranks, Snapshots
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
+from ckptmgr.core.model import State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.temp_names import temp_name
@@ -36,6 +29,7 @@ from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import flip_bit
 from tests.support.held import interfere
+from tests.support.runs import manager_on
 
 T = TypeVar("T")
 
@@ -54,16 +48,16 @@ def manager(
     snapshots: int = 2,
     **config: Any,
 ) -> CheckpointManager:
-    return CheckpointManager(
+    return manager_on(
         RUNS,
         CheckpointConfig(**{"keep": "all", **config}),
-        prefix=SERIES,
         fs=fs or disk,
         processes=ModelProcesses(disk),
         clock=Clock(),
-        coordinator=Seat(meeting, rank),
+        ranks=Ranks(Seat(meeting, rank)),
+        snapshots=Snapshots(most=snapshots),
+        prefix=SERIES,
         observe=observe,
-        snapshots=snapshots,
     )
 
 
@@ -262,7 +256,7 @@ def test_nobody_is_told_that_a_save_is_durable_before_all_ranks_are_done() -> No
 def test_checkpoint_of_many_ranks_is_not_resumed_by_one() -> None:
     disk = ModelDisk()
     run(disk, train)
-    alone = CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk))
+    alone = manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES)
     with alone, pytest.raises(UnsupportedCheckpoint, match="was saved by 3 ranks"):
         alone.resume()
 
@@ -355,7 +349,7 @@ def test_worker_processes_write_the_files_of_the_ranks(tmp_path: Path, key: byte
 
     def one(rank: int) -> int:
         with CheckpointManager(
-            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+            tmp_path, config, ranks=Ranks(Seat(meeting, rank)), prefix=SERIES
         ) as ours:
             start = ours.resume(state(rank, 0)).step
             ours.save(start + 1, state(rank, start + 1))
@@ -381,7 +375,7 @@ def test_worker_process_that_is_killed_is_named_on_all_ranks(
     def one(rank: int) -> None:
         config = CheckpointConfig(async_save="process" if rank else False, keep="all")
         with CheckpointManager(
-            runs, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+            runs, config, ranks=Ranks(Seat(meeting, rank)), prefix=SERIES
         ) as ours:
             ours.resume()
             if rank == 0:
@@ -416,8 +410,8 @@ def test_two_managers_of_a_series_over_one_coordinator_never_say_the_same_tag() 
 
     seat = Listening(Meeting(1), 0)
     for directory in (RUNS, RUNS / "other"):
-        with CheckpointManager(
-            directory, prefix=SERIES, fs=disk, processes=ModelProcesses(disk), coordinator=seat
+        with manager_on(
+            directory, fs=disk, processes=ModelProcesses(disk), ranks=Ranks(seat), prefix=SERIES
         ) as ours:
             ours.resume()
     assert Listening.said
@@ -466,12 +460,12 @@ def test_coordinator_with_slots_is_kept_and_its_managers_told_apart() -> None:
 
     coordinator, disk = Slotted(), ModelDisk()
     for directory in (RUNS, RUNS / "other"):
-        with CheckpointManager(
+        with manager_on(
             directory,
-            prefix=SERIES,
             fs=disk,
             processes=ModelProcesses(disk),
-            coordinator=coordinator,
+            ranks=Ranks(coordinator),
+            prefix=SERIES,
         ) as ours:
             ours.resume()
     assert len(coordinator.tags) == len(set(coordinator.tags)) > 0
@@ -493,7 +487,7 @@ def test_rank_that_raises_saves_what_it_alone_holds_and_meets_nobody() -> None:
     names = {one.name: one.why for one in api.listed(RUNS, fs=disk)}
     assert names.pop("net.rank_1-2.ckpt") == "exception:ZeroDivisionError"
     assert names == {"net-1.shards": "policy", "net-2.shards": "policy"}
-    alone = CheckpointManager(RUNS, prefix="net.rank_1", fs=disk, processes=ModelProcesses(disk))
+    alone = manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix="net.rank_1")
     held = alone.load("net.rank_1-2.ckpt")
     assert isinstance(held, dict)
     assert held["weights"].tolist() == [201.0] * 4
@@ -526,15 +520,14 @@ def test_rank_that_raises_saves_its_slice_in_the_shape_that_it_holds() -> None:
     layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
 
     def one(rank: int) -> None:
-        ours = CheckpointManager(
+        ours = manager_on(
             RUNS,
             CheckpointConfig(exception_save=True, save_checkpoint_steps=9),
-            prefix=SERIES,
             fs=disk,
             processes=ModelProcesses(disk),
             clock=Clock(),
-            coordinator=Seat(meeting, rank),
-            layout=layout,
+            ranks=Ranks(Seat(meeting, rank), layout=layout),
+            prefix=SERIES,
         )
         with ours:
             ours.step_end(1, {"w": np.full(3, rank, np.float32)})
@@ -542,7 +535,7 @@ def test_rank_that_raises_saves_its_slice_in_the_shape_that_it_holds() -> None:
 
     for outcome in run_ranks(meeting, one):
         assert not hasattr(outcome.raised, "__notes__")
-    alone = CheckpointManager(RUNS, prefix="net.rank_1", fs=disk, processes=ModelProcesses(disk))
+    alone = manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix="net.rank_1")
     held = alone.load("net.rank_1-1.ckpt")
     assert isinstance(held, dict)
     assert held["w"].tolist() == [1.0] * 3

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
-from tests.support import api
+from tests.support.runs import manager_on
 
 MIB = 1 << 20
 PAGE = 64 << 10
@@ -57,7 +58,7 @@ def manager(directory: Path, meeting: Meeting, rank: int, **options: Any) -> Che
     config = CheckpointConfig(
         format="safetensors", enc_key=options.pop("key"), remove_redundancy=True
     )
-    return CheckpointManager(directory, config, coordinator=Seat(meeting, rank), **options)
+    return manager_on(directory, config, ranks=Ranks(Seat(meeting, rank)), **options)
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])

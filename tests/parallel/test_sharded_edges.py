@@ -29,12 +29,16 @@ from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.state.paths import dump_skeleton
+from ckptmgr.state.tree import StateMismatch
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job
 from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put
+from tests.support.runs import manager_on
 
 WHOLE = api.reading()
 
@@ -217,7 +221,7 @@ def test_flipped_bit_is_made_up_for_or_found(
     content = bytearray(disk.read_bytes(path))
     content[place % len(content)] ^= 1 << bit
     put(disk, path, bytes(content))
-    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+    with manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES) as ours:
         try:
             back: Any = ours.load(1)
         except CorruptCheckpoint:

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
+from ckptmgr import Ranks
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     Resumption,
@@ -34,6 +34,7 @@ from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks
 from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import flip_bit
+from tests.support.runs import manager_on
 
 T = TypeVar("T")
 Layouts = Mapping[str, ParallelLayout]
@@ -52,16 +53,15 @@ def job(
     meeting = Meeting(world)
 
     def one(rank: int) -> list[T]:
-        with CheckpointManager(
+        with manager_on(
             RUNS,
             CheckpointConfig(**{"keep": "all", "remove_redundancy": True, **config}),
-            prefix=SERIES,
             fs=disk,
             processes=ModelProcesses(disk),
             clock=Clock(),
-            coordinator=Seat(meeting, rank),
-            layout=layout,
-            **(options or {}),
+            ranks=Ranks(Seat(meeting, rank), layout=layout),
+            prefix=SERIES,
+            **options or {},
         ) as ours:
             return [work(ours, rank)]
 
@@ -70,12 +70,8 @@ def job(
 
 def alone(disk: ModelDisk, state: object = None, **config: Any) -> Resumption:
     """Resume in one process without a coordinator."""
-    with CheckpointManager(
-        RUNS,
-        CheckpointConfig(**config),
-        prefix=SERIES,
-        fs=disk,
-        processes=ModelProcesses(disk),
+    with manager_on(
+        RUNS, CheckpointConfig(**config), fs=disk, processes=ModelProcesses(disk), prefix=SERIES
     ) as ours:
         return ours.resume(state)
 
@@ -323,7 +319,7 @@ def test_damaged_file_without_a_copy_is_an_error() -> None:
     (found,) = api.listed(RUNS, fs=disk)
     flip_bit(disk, found.shards[2])
     with (
-        CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours,
+        manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES) as ours,
         pytest.raises(CorruptCheckpoint),
     ):
         ours.load(1)
@@ -332,7 +328,7 @@ def test_damaged_file_without_a_copy_is_an_error() -> None:
 def test_file_of_one_process_is_cut_for_many_ranks() -> None:
     disk = ModelDisk()
     whole = np.arange(12).reshape(4, 3)
-    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+    with manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES) as ours:
         ours.save(1, {"w": whole, "lr": 0.5})
     layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))}
 
@@ -355,7 +351,7 @@ def test_load_checkpoint_takes_the_name_of_a_checkpoint_of_many_ranks(
 
     def save(rank: int) -> None:
         with CheckpointManager(
-            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank), layout=layout
+            tmp_path, config, ranks=Ranks(Seat(meeting, rank), layout=layout), prefix=SERIES
         ) as ours:
             ours.save(1, {"w": whole[4 * rank : 4 * rank + 4], "own": np.array([rank])})
 
@@ -476,14 +472,14 @@ def test_elements_that_no_format_knows_are_cut_and_joined() -> None:
 def test_layout_without_ranks_and_redundancy_without_removal_are_refused() -> None:
     layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
     with pytest.raises(ValueError, match="give a coordinator, too"):
-        CheckpointManager(RUNS, fs=ModelDisk(), layout=layout)
+        manager_on(RUNS, fs=ModelDisk(), ranks=Ranks(layout=layout))
     with pytest.raises(ValueError, match="say how redundancy is removed"):
-        CheckpointManager(RUNS, fs=ModelDisk(), keep_redundancy=2)
+        manager_on(RUNS, fs=ModelDisk(), ranks=Ranks(keep_redundancy=2))
     removing = CheckpointConfig(remove_redundancy=True)
     with pytest.raises(ValueError, match="at least one copy"):
-        CheckpointManager(RUNS, removing, fs=ModelDisk(), keep_redundancy=0)
+        manager_on(RUNS, removing, fs=ModelDisk(), ranks=Ranks(keep_redundancy=0))
     with pytest.raises(ValueError, match="'bytes' or 'round_robin'"):
-        CheckpointManager(RUNS, removing, fs=ModelDisk(), balance="name")  # type: ignore[arg-type]
+        manager_on(RUNS, removing, fs=ModelDisk(), ranks=Ranks(balance="name"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("balance", ["bytes", "round_robin"])
@@ -498,7 +494,7 @@ def test_worker_processes_write_the_shares_of_the_ranks(
 
     def save(rank: int) -> None:
         with CheckpointManager(
-            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank), balance=balance
+            tmp_path, config, ranks=Ranks(Seat(meeting, rank), balance=balance), prefix=SERIES
         ) as ours:
             for step in (6, 7):
                 ours.save(step, state_of(rank))
@@ -568,14 +564,14 @@ def test_rank_that_dies_before_the_writing_leaves_nothing(round_name: str, dead:
     disk, meeting = saved(3), Meeting(3)
 
     def save(rank: int) -> None:
-        ours = CheckpointManager(
+        ours = manager_on(
             RUNS,
             CheckpointConfig(remove_redundancy=True, keep="all"),
-            prefix=SERIES,
             fs=disk,
             processes=ModelProcesses(disk),
             clock=Clock(),
-            coordinator=Mortal(meeting, rank, dies_at=round_name if rank == dead else ""),
+            ranks=Ranks(Mortal(meeting, rank, dies_at=round_name if rank == dead else "")),
+            prefix=SERIES,
         )
         ours.save(8, state_of(rank))
 
@@ -594,7 +590,7 @@ def test_manifest_that_was_stripped_of_its_proof_is_refused(tmp_path: Path) -> N
 
     def save(rank: int) -> None:
         with CheckpointManager(
-            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+            tmp_path, config, ranks=Ranks(Seat(meeting, rank)), prefix=SERIES
         ) as ours:
             ours.save(1, {"w": np.arange(8)})
 
@@ -619,7 +615,7 @@ def test_object_that_can_only_be_filled_is_filled_on_every_rank() -> None:
             self.got = state
 
     disk = ModelDisk()
-    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+    with manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES) as ours:
         ours.save(1, {"sink": {"a": 1}})
 
     def load(ours: CheckpointManager, rank: int) -> object:

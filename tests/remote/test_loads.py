@@ -18,6 +18,7 @@ from ckptmgr import (
     CheckpointManager,
     CkptmgrError,
     KeyProblem,
+    Ranks,
     UnprovenCheckpoint,
     UnsupportedCheckpoint,
     load_checkpoint,
@@ -530,7 +531,7 @@ def test_checkpoint_of_many_ranks_is_loaded_whole(tmp_path: Path, key: bytes | N
 
     def save(rank: int) -> None:
         seat = Seat(meeting, rank)
-        with CheckpointManager(tmp_path, config, coordinator=seat, layout=layout) as ours:
+        with CheckpointManager(tmp_path, config, ranks=Ranks(seat, layout=layout)) as ours:
             ours.save(1, {"w": whole[4 * rank : 4 * rank + 4]})
 
     for one in run_ranks(meeting, save):

@@ -12,21 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    CheckpointNotFound,
-    KeyProblem,
-    Mirror,
-    SaveFailed,
-    UnsafeWrite,
-)
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Ranks, Resume
+from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, SaveFailed, UnsafeWrite
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel import SharedDirectory
 from ckptmgr.remote import mirror as mirrors
 from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 from tests.support.saved import KEY, OTHER_KEY, flip
 
 pytest.importorskip("obstore")
@@ -321,7 +316,7 @@ def test_new_start_takes_nothing_from_the_mirror(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "a", mirror=url) as manager:
         manager.save(1, _state(1))
     with CheckpointManager(tmp_path / "b", mirror=url) as manager:
-        assert manager.resume(start="new").is_fresh
+        assert manager.resume(None, Resume(start="new")).is_fresh
 
 
 def test_resume_refuses_to_start_fresh_while_the_mirror_cannot_be_reached(
@@ -405,7 +400,7 @@ def test_name_that_another_run_has_there_is_refused_and_reported(
 def test_failed_save_has_a_failed_upload(tmp_path: Path) -> None:
     disk = FailingDisk(api.OsFileSystem(), operation="replace", error=errno.EROFS, call=1)
     config = CheckpointConfig(async_save=True)
-    manager = CheckpointManager(tmp_path, config, mirror=new_url(), fs=disk)
+    manager = manager_on(tmp_path, config, fs=disk, mirror=new_url())
     handle = manager.save(1, _state(1))
     with pytest.raises(OSError, match="Read-only"):
         manager.close()
@@ -430,7 +425,7 @@ def test_save_of_a_failed_run_is_uploaded_at_its_end(tmp_path: Path) -> None:
 def test_mirror_with_a_coordinator_is_refused(tmp_path: Path) -> None:
     coordinator = SharedDirectory(tmp_path / "ranks", rank=0, world=1)
     with pytest.raises(ValueError, match="mirror has no effect with a coordinator"):
-        CheckpointManager(tmp_path, mirror=new_url(), coordinator=coordinator)
+        CheckpointManager(tmp_path, ranks=Ranks(coordinator), mirror=new_url())
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    Mirror,
-    Resumption,
-    StoreLocked,
-    UnsafeWrite,
-)
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Resume
+from ckptmgr.core.errors import StoreLocked, UnsafeWrite
+from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.observe.events import Event
 from tests.cli.running import run
 from tests.support import api
@@ -379,7 +374,7 @@ def test_new_start_after_a_rival_saves_again(doubtful: tuple[Path, _Switched]) -
         assert handle is not None
         assert handle.mirrored is not None
         assert isinstance(handle.mirrored.exception(_WAIT_S), StoreLocked)
-        manager.resume(_state(0), start="new")
+        manager.resume(_state(0), Resume(start="new"))
         assert manager.save(100, _state(100)) is not None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume
 from ckptmgr.core.errors import (
     KeyProblem,
     StoreFull,
@@ -34,6 +34,7 @@ from ckptmgr.remote import upload as writers
 from tests.cli.running import run
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 from tests.support.saved import KEY, OTHER_KEY, flip
 
 pytest.importorskip("obstore")
@@ -181,7 +182,7 @@ def test_old_data_of_no_checkpoint_is_removed_once_in_a_run(
             return super().list(folder)
 
     stores_of(Unlisted(objects))
-    with CheckpointManager(url, clock=lambda: time.time() + later) as manager:
+    with manager_on(url, clock=lambda: time.time() + later) as manager:
         manager.save(1, _state(1))
         manager.save(2, _state(2))
     assert "not listed" in caplog.text
@@ -241,7 +242,7 @@ def test_objects_of_others_beside_the_data_of_a_run_are_not_removed(key: str) ->
     objects.put(key, [b"x"], 1)
     later = 8 * 86_400.0
     config = CheckpointConfig(keep="last(1)")
-    with CheckpointManager(url, config, clock=lambda: time.time() + later) as manager:
+    with manager_on(url, config, clock=lambda: time.time() + later) as manager:
         for step in (1, 2):
             manager.save(step, _state(step))
     assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
@@ -406,7 +407,7 @@ def test_new_start_is_beside_what_is_there() -> None:
     with CheckpointManager(url) as manager:
         manager.save(5, _state(5))
     with CheckpointManager(url) as manager:
-        assert manager.resume(start="new").is_fresh
+        assert manager.resume(None, Resume(start="new")).is_fresh
         manager.save(5, _state(6))
     assert listed(open_objects(url)).keys() == {"ckpt-5.ckpt", "ckpt-5-r1.ckpt"}
 
@@ -510,7 +511,7 @@ def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
     disk = FailingDisk(OsFileSystem(), operation="write_at", error=errno.ENOSPC, call=1)
     with (
         pytest.raises(StoreFull) as caught,
-        CheckpointManager(new_url(), fs=disk) as manager,
+        manager_on(new_url(), fs=disk) as manager,
     ):
         manager.save(1, _state(1))
     (sentence,) = caught.value.__notes__
@@ -526,7 +527,7 @@ def test_error_that_is_not_of_the_disk_says_nothing_of_folders() -> None:
 
     with (
         pytest.raises(MemoryError, match="no buffer") as caught,
-        CheckpointManager(new_url(), fs=Short()) as manager,
+        manager_on(new_url(), fs=Short()) as manager,
     ):
         manager.save(1, _state(1))
     assert not getattr(caught.value, "__notes__", [])
@@ -588,7 +589,7 @@ def test_option_without_effect_at_an_address_is_refused_by_name(tmp_path: Path) 
     coordinator = SharedDirectory(tmp_path / "ranks", rank=0, world=1)
     context = AutoParallelContext(device_num=2, global_rank=0)
     for name, options in {
-        "coordinator": {"coordinator": coordinator},
+        "coordinator": {"ranks": Ranks(coordinator)},
         "mirror": {"mirror": new_url()},
         "context": {"context": context},
     }.items():
@@ -600,5 +601,5 @@ def test_option_without_effect_at_an_address_is_refused_by_name(tmp_path: Path) 
         pytest.raises(ValueError, match="allow_bare has no effect in an object store"),
         CheckpointManager(url) as manager,
     ):
-        manager.resume(allow_bare=True)
+        manager.resume(None, Resume(allow_bare=True))
     assert directory_of(open_objects(url)).names() == []

@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, StoreLocked, save_state
-from tests.support import api
+from ckptmgr import CheckpointManager, save_state
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.io.filesystem import OsFileSystem
+from tests.support.runs import manager_on
 
 pytest.importorskip("obstore")
 
@@ -227,7 +229,7 @@ def test_run_that_begins_while_its_folder_is_swept_waits_for_that(
                 runs[0].start()
             super().unlink(path)
 
-    with CheckpointManager(new_url(), fs=Sweeping()) as manager:
+    with manager_on(new_url(), fs=Sweeping()) as manager:
         manager.save(1, _STATE)
     runs[0].join()
     with CheckpointManager(url) as manager:
@@ -307,11 +309,11 @@ def test_run_begins_while_another_one_removes_the_folder_that_it_found(
 
 
 def test_run_begins_while_another_one_removes_the_folder(machine: Path) -> None:
-    with CheckpointManager(new_url(), fs=_Removing(3)) as manager:
+    with manager_on(new_url(), fs=_Removing(3)) as manager:
         manager.save(1, _STATE)
         assert [one.step for one in manager.checkpoints()] == [1]
     with pytest.raises(FileNotFoundError):
-        CheckpointManager(new_url(), fs=_Removing(99)).save(1, _STATE)
+        manager_on(new_url(), fs=_Removing(99)).save(1, _STATE)
 
 
 class _Replacing(_Removing):
@@ -329,7 +331,7 @@ class _Replacing(_Removing):
 
 
 def test_run_begins_while_another_one_removes_the_folder_and_begins_again(machine: Path) -> None:
-    with CheckpointManager(new_url(), fs=_Replacing(3)) as manager:
+    with manager_on(new_url(), fs=_Replacing(3)) as manager:
         manager.save(1, _STATE)
         assert [one.step for one in manager.checkpoints()] == [1]
 

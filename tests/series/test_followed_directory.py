@@ -21,7 +21,7 @@ from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.observe.events import Event
 from ckptmgr.store import catalogue
 from tests.conftest import MEMORY
-from tests.support import api
+from tests.support.runs import manager_on
 from tests.support.saved import save_run
 
 POLICIES = (
@@ -69,13 +69,13 @@ class Run:
         self.manager = self._opened()
 
     def _opened(self) -> CheckpointManager:
-        manager = CheckpointManager(
+        manager = manager_on(
             self.directory,
             self._config,
-            prefix="net",
             clock=lambda: self._now,
-            observe=self._note,
             fs=self._fs,
+            prefix="net",
+            observe=self._note,
         )
         manager.resume()
         return manager
@@ -232,7 +232,7 @@ def test_run_beside_other_programs_does_what_a_run_does_that_lists_each_time(
 
 def test_run_lists_its_directory_once(fast_path: Path) -> None:
     disk = ListingDisk()
-    with CheckpointManager(fast_path, CheckpointConfig(keep="last(3)"), fs=disk) as manager:
+    with manager_on(fast_path, CheckpointConfig(keep="last(3)"), fs=disk) as manager:
         manager.save(0, {"n": 0})
         disk.listed = 0
         for step in range(1, 8):
@@ -279,7 +279,7 @@ def test_directory_whose_changes_are_lost_is_listed_again(
     shown = []
     for name, fs in (("followed", None), ("listed", unwatched_disk())):
         directory = fast_path / name / "runs"
-        with CheckpointManager(directory, CheckpointConfig(keep="all"), fs=fs) as manager:
+        with manager_on(directory, CheckpointConfig(keep="all"), fs=fs) as manager:
             save_some(manager, range(3))
             disturb(directory)
             (directory / "ckpt-1.ckpt").unlink()
@@ -306,7 +306,7 @@ def test_listing_that_fails_in_the_middle_is_repeated_as_a_whole(fast_path: Path
             return super().status(path)
 
     disk = Disk()
-    with CheckpointManager(fast_path, CheckpointConfig(keep="all"), fs=disk) as manager:
+    with manager_on(fast_path, CheckpointConfig(keep="all"), fs=disk) as manager:
         save_some(manager, range(3))
         assert len(manager.checkpoints()) == 3
         (fast_path / "ckpt-1.ckpt").unlink()
@@ -336,7 +336,7 @@ def test_run_without_watches_lists_each_time(
 
     monkeypatch.setattr(directory_watch, "_LOCAL", frozenset())  # as on a network file system
     disk = ListingDisk()
-    with CheckpointManager(fast_path, CheckpointConfig(keep="last(3)"), fs=disk) as manager:
+    with manager_on(fast_path, CheckpointConfig(keep="last(3)"), fs=disk) as manager:
         save_some(manager, range(3))
         disk.listed = 0
         manager.save(3, {"n": 3})

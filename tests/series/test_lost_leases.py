@@ -22,8 +22,7 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
-from tests.support import api
-from tests.support.pruning import carry_out, propose
+from tests.support.runs import manager_on
 from tests.support.saved import items, save_run
 from tests.support.surface import Loop
 
@@ -120,9 +119,9 @@ def test_loss_is_named_with_the_way_out(tmp_path: Path, why: str) -> None:
 
 
 def test_host_that_sees_no_locks_takes_the_lease_and_the_first_one_stops(tmp_path: Path) -> None:
-    here = CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=HostAlone())
+    here = manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=HostAlone())
     here.save(1, {"w": 1})
-    there = CheckpointManager(tmp_path, fs=HostAlone())
+    there = manager_on(tmp_path, fs=HostAlone())
     assert there.resume().step == 1
     there.save(2, {"w": -2})
     there.save(3, {"w": -3})
@@ -140,9 +139,9 @@ def test_host_that_sees_no_locks_takes_the_lease_and_the_first_one_stops(tmp_pat
 
 @pytest.mark.parametrize("suffix", ["ckpt-2.ckpt.", "ckpt-2.ckpt.manifest"])
 def test_save_that_loses_the_lease_on_its_way_is_not_published(tmp_path: Path, suffix: str) -> None:
-    there = CheckpointManager(tmp_path, fs=HostAlone())
+    there = manager_on(tmp_path, fs=HostAlone())
     disk = Interrupted(suffix, lambda: there.resume())
-    here = CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
+    here = manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
     here.save(1, {"w": 1})
     with pytest.raises(StoreLocked, match="has taken it"):
         here.save(2, {"w": 2})

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="optimizers of torch")
 
-from ckptmgr import CheckpointManager  # noqa: E402
+from ckptmgr import CheckpointManager, Resume  # noqa: E402
 from ckptmgr.state.optimizers import all_problems, check_same, class_of  # noqa: E402
 from ckptmgr.state.paths import Path as StatePath  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
@@ -229,7 +229,7 @@ def test_weights_alone_begin_a_run_with_another_optimizer(tmp_path: Path) -> Non
         manager.save(1, old)
     with CheckpointManager(tmp_path) as manager:
         manager.load("latest", {"model": new["model"]}, only="model")
-        assert manager.resume(new, start="new").step == 0
+        assert manager.resume(new, Resume(start="new")).step == 0
         assert torch.equal(new["model"][0].weight, old["model"][0].weight)
         manager.save(1, new)
         assert manager.resume(new).step == 1

@@ -14,7 +14,7 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from ckptmgr import CheckpointManager  # noqa: E402 - torch may be absent
+from ckptmgr import CheckpointManager, Snapshots  # noqa: E402
 from ckptmgr.state.tree import StateMismatch, flatten, restore  # noqa: E402
 from tests.state.test_arrays import MsParameter  # noqa: E402
 from tests.support.trees import reader  # noqa: E402
@@ -229,7 +229,7 @@ def test_every_way_back_refuses_two_values_for_arrays_that_overlap(tmp_path: Pat
     memory = np.zeros(150_000)
     target = {"a": memory[:100_000], "b": memory[50_000:]}
     state = {"a": np.ones(100_000), "b": np.full(100_000, 2.0)}
-    with CheckpointManager(tmp_path, snapshot_steps=1) as manager:
+    with CheckpointManager(tmp_path, snapshots=Snapshots(1)) as manager:
         manager.save(1, state)
         manager.snapshot(1, state)
         manager.step_end(2, state)

@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
-from ckptmgr.state.paths import TreeError
+from ckptmgr import CheckpointConfig, CheckpointManager, Snapshots
+from ckptmgr.core.errors import UnsupportedState
+from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.state.skeleton_merge import merge_skeletons
 from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader, round_trip, same
@@ -227,7 +228,7 @@ def test_deque_of_arrays_is_filled_in_place() -> None:
 
 def test_deque_that_has_grown_is_given_what_was_stored(tmp_path: Path) -> None:
     config = CheckpointConfig(save_checkpoint_steps=1000)
-    with CheckpointManager(tmp_path, config, snapshot_steps=1, snapshots=5) as manager:
+    with CheckpointManager(tmp_path, config, snapshots=Snapshots(1, most=5)) as manager:
         state: dict[str, Any] = {"replay": deque(maxlen=100)}
         replay = state["replay"]
         for step in range(1, 4):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Snapshots
 from ckptmgr.state.paths import dump_skeleton
 from ckptmgr.state.skeleton_merge import merge_skeletons
 from ckptmgr.state.tree import TreeError, flatten, unflatten
@@ -121,7 +121,7 @@ def test_generators_and_lists_stay_shared_in_a_new_state(
 ) -> None:
     rng, history = np.random.default_rng(3), [0.5]
     state = {"sampler": {"rng": rng, "history": history}, "model": {"rng": rng}, "seen": history}
-    with CheckpointManager(tmp_path, config, snapshot_steps=1) as manager:
+    with CheckpointManager(tmp_path, config, snapshots=Snapshots(1)) as manager:
         manager.save(1, state)
         manager.snapshot(1, state)
         manager.step_end(2, state)

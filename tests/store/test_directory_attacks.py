@@ -345,7 +345,7 @@ def test_nothing_loads_as_step_two_but_what_was_once_saved_as_step_two(
     options = kind.reading()
     path = path_of(run, kind, 2)
     with CheckpointManager(
-        run, kind.config(), prefix="net", trusted_keys=options.trust.trusted_keys
+        run, kind.config(), trust=Trust(trusted_keys=options.trust.trusted_keys), prefix="net"
     ) as manager:
         found = manager.resume()
         assert isinstance(found.state, dict)

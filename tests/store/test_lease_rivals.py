@@ -13,12 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, StoreLocked
-from ckptmgr.io.filesystem import FileStatus
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.io.filesystem import FileStatus, OsFileSystem
 from ckptmgr.io.leases import ProcProcesses, hold_lease, lease_path
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 from tests.support.saved import only, save_run
 
 _WAIT_S = 30.0
@@ -82,8 +83,8 @@ class _Cleaning(api.OsFileSystem):
         super().unlink(path)
 
 
-def _save_run(directory: Path, fs: api.OsFileSystem) -> None:
-    with CheckpointManager(directory, prefix="net", fs=fs) as manager:
+def _save_run(directory: Path, fs: OsFileSystem) -> None:
+    with manager_on(directory, fs=fs, prefix="net") as manager:
         manager.save(1, {"w": np.arange(3.0)})
 
 

@@ -11,13 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig
+from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of
 from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import flip_bit, manifest_of, put, truncate
+from tests.support.runs import manager_on
 from tests.support.saved import save_run
 from tests.support.shard_sets import SET, disk_with_shards, shard
 
@@ -67,7 +71,7 @@ def test_save_lists_the_directory_once_before_and_once_after(tmp_path: Path, kee
             return super().list(path)
 
     disk = ListingDisk()
-    with CheckpointManager(tmp_path, CheckpointConfig(keep=keep), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep=keep), fs=disk) as manager:
         for step in range(3):
             manager.save(step, {"n": step})
         disk.listed = 0
@@ -79,7 +83,7 @@ def test_run_that_keeps_five_checkpoints_reads_only_manifests_that_a_save_concer
     tmp_path: Path,
 ) -> None:
     disk = CountingDisk()
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(5)"), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(5)"), fs=disk) as manager:
         for step in range(8):
             manager.save(step, {"n": step})
         disk.opened = 0

@@ -12,14 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    ModelCheckpoint,
-    Resumption,
-    Skipped,
-    UnprovenCheckpoint,
-)
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resume, Resumption, Trust
+from ckptmgr.core.errors import UnprovenCheckpoint
+from ckptmgr.core.model import State
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.name_leases import hold_name
@@ -171,7 +167,7 @@ def test_unfinished_file_stays_beside_a_manifest_that_the_keys_do_not_prove(tmp_
     data = shutil.move(directory / TWENTY, tmp_path)
     unfinished(directory, Path(data), is_live=False)
     config = CheckpointConfig(enc_key=KEY)
-    with CheckpointManager(directory, config, allow_unencrypted=True) as manager:
+    with CheckpointManager(directory, config, trust=Trust(allow_unencrypted=True)) as manager:
         assert (manager.resume({"step": 0}).step, manager.resume().skipped) == (10, ())
     assert states(directory)[TWENTY] is api.State.LEFTOVER
     assert resumed(directory).skipped == ()
@@ -273,7 +269,7 @@ def test_data_without_manifest_beside_others_is_named_not_passed_over(tmp_path: 
     lose_manifest(tmp_path, "net-1_1.ckpt")
     with pytest.raises(UnprovenCheckpoint, match=r"net-1_3\.ckpt: belongs .* \(and 2 more\)"):
         callback(tmp_path).resume()
-    found = callback(tmp_path).resume(allow_bare=True)  # as files of MindSpore itself
+    found = callback(tmp_path).resume(Resume(allow_bare=True))  # as files of MindSpore itself
     assert found is not None
     assert (found.checkpoint.name, found.skipped) == ("net-1_3.ckpt", ())
 
@@ -359,7 +355,7 @@ def test_data_stays_a_leftover_where_the_manifest_without_a_name_is_not_proven(
     save(tmp_path, 10, 20, key=key)
     temp = left_without_manifest(tmp_path)
     config = CheckpointConfig(enc_key=b"o" * 32)
-    with CheckpointManager(tmp_path, config, allow_unencrypted=key is None) as manager:
+    with CheckpointManager(tmp_path, config, trust=Trust(allow_unencrypted=key is None)) as manager:
         manager.resume({"step": 0}) if key is None else manager.save(30, {"step": 30})
     assert temp.exists()
     assert states(tmp_path)[TWENTY] is api.State.LEFTOVER

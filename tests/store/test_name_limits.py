@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, StoreFull
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
+from ckptmgr.core.errors import StoreFull
+from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.store.name_limits import check_name_lengths
 from tests.parallel.ranks import Meeting, Seat
-from tests.support import api
+from tests.support.runs import manager_on
 from tests.support.surface import Loop
 
 LIMIT = os.pathconf("/", "PC_NAME_MAX")
@@ -67,10 +69,10 @@ def test_prefix_of_many_ranks_has_less_room(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="too long") as alone:
         CheckpointManager(tmp_path, prefix=prefix)
     with pytest.raises(ValueError, match="too long") as together:
-        CheckpointManager(tmp_path, prefix=prefix, coordinator=Seat(Meeting(2), 0))
+        CheckpointManager(tmp_path, ranks=Ranks(Seat(Meeting(2), 0)), prefix=prefix)
     assert most_bytes(prefix, together) < most_bytes(prefix, alone)
     with pytest.raises(ValueError, match="too long"):
-        ModelCheckpoint(prefix, str(tmp_path), coordinator=Seat(Meeting(2), 0))
+        ModelCheckpoint(prefix, str(tmp_path), ranks=Ranks(Seat(Meeting(2), 0)))
 
 
 def test_longer_ending_leaves_less_room(tmp_path: Path) -> None:
@@ -104,7 +106,7 @@ class NoInodes(api.OsFileSystem):
 
 def test_disk_without_inodes_says_so_and_not_that_space_is_missing(tmp_path: Path) -> None:
     disk = NoInodes()
-    manager = CheckpointManager(tmp_path, fs=disk)
+    manager = manager_on(tmp_path, fs=disk)
     manager.save(1, {"w": 1})
     disk.is_full = True
     with pytest.raises(StoreFull, match=r"no inodes left .* \d+ bytes are free") as caught:

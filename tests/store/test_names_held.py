@@ -37,6 +37,7 @@ from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.support import api, rekeying
 from tests.support.pruning import carry_out, propose
 from tests.support.rekeying import opens, ring
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.visiteddisk import VisitedDisk
 
@@ -209,7 +210,7 @@ def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
     def decide(directory: Path) -> Act:
         def go_on(fs: api.FileSystem) -> None:
             config = CheckpointConfig(keep="last(1)")
-            with CheckpointManager(directory, config, prefix="net", fs=fs) as manager:
+            with manager_on(directory, config, fs=fs, prefix="net") as manager:
                 manager.resume()
                 manager.save(4, {"w": np.zeros(3, np.float32)})
 
@@ -328,8 +329,8 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
     prepared = saved_three(fast_path)
 
     def decide(directory: Path) -> Act:
-        def pin(fs: api.FileSystem) -> None:
-            with CheckpointManager(directory, prefix="net", fs=fs) as manager:
+        def pin(fs: FileSystem) -> None:
+            with manager_on(directory, fs=fs, prefix="net") as manager:
                 manager.pin("net-1_1.ckpt")
 
         return pin

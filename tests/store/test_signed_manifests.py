@@ -34,8 +34,18 @@ from ckptmgr import (
     open_checkpoint,
     save_checkpoint,
 )
-from ckptmgr.config.checks import check_trusted_keys
-from ckptmgr.crypto.keys.signing import PublicKey
+from ckptmgr.core.errors import (
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnprovenCheckpoint,
+    UnsealedCheckpoint,
+)
+from ckptmgr.core.model import Pin, State
+from ckptmgr.core.trust import Trust, public_keys
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.rekey import (
@@ -382,7 +392,7 @@ UNTRUSTED = {one.__name__: one for one in (unsigned, forged, without_manifest, m
 @pytest.mark.parametrize("kind", [kind for kind in UNTRUSTED if kind != "without_manifest"])
 def test_manager_loads_nothing_that_nobody_trusted_has_signed(tmp_path: Path, kind: str) -> None:
     path = UNTRUSTED[kind](tmp_path)
-    with CheckpointManager(tmp_path, prefix="net", trusted_keys=TRUSTED) as manager:
+    with CheckpointManager(tmp_path, trust=Trust(trusted_keys=TRUSTED), prefix="net") as manager:
         with pytest.raises(KeyProblem):
             manager.resume()
         with pytest.raises(KeyProblem):
@@ -432,7 +442,10 @@ def test_run_that_signs_goes_on_from_its_own_checkpoints_only(tmp_path: Path) ->
     with pytest.raises(UnsealedCheckpoint, match="not signed"):
         train(tmp_path, range(2, 3))
     with CheckpointManager(
-        tmp_path, CheckpointConfig(signing_key=SIGNER), prefix="net", allow_unencrypted=True
+        tmp_path,
+        CheckpointConfig(signing_key=SIGNER),
+        trust=Trust(allow_unencrypted=True),
+        prefix="net",
     ) as manager:
         assert manager.resume().step == 1
 
@@ -514,9 +527,9 @@ def test_configuration_takes_a_source_and_never_shows_the_key(tmp_path: Path) ->
 
 def test_trusted_keys_that_are_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="list of public key files"):
-        check_trusted_keys("sign.pem.pub")
+        public_keys("sign.pem.pub")
     with pytest.raises(KeyProblem, match="cannot be opened"):
-        check_trusted_keys([tmp_path / "absent"])
+        public_keys([tmp_path / "absent"])
 
 
 def test_callback_signs_and_resumes_from_what_it_signed(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager
+from ckptmgr.core.model import State
 from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.values import read_values
 from ckptmgr.series.writer import SeriesWriter
 from tests.faults.training import RUNS, Trainer, disk_with, name_of, state_of
 from tests.support import api
 from tests.support.crashmodel import ModelDisk, Operation
+from tests.support.runs import manager_on
 from tests.support.saved import items
 
 NAME = "net-1_1.ckpt"
@@ -77,7 +78,7 @@ def test_overwrite_that_fails_after_its_rename_is_finished_by_recovery(tmp_path:
 
 
 def test_save_that_cannot_be_described_leaves_no_file(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path, clock=lambda: 1e18)
+    manager = manager_on(tmp_path, clock=lambda: 1e18)
     with pytest.raises((ValueError, OverflowError, OSError)):
         manager.save(1, {"w": np.zeros(4)})
     manager.close()

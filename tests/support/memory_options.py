@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig
+from ckptmgr import CheckpointConfig, MemoryConfig, Snapshots
 from ckptmgr.engine.staging import StagingPool
 from tests.engine.test_staging_spill import CountedWrites
 from tests.engine.test_wipe import SECRET, staged_secrets
 from tests.state.test_devices import DictDevice
 from tests.support.held import HeldDisk
 from tests.support.options import Ticks, tried
+from tests.support.runs import manager_on
 from tests.support.staging_memory import MIB, filled
 
 
@@ -57,7 +58,7 @@ def held(directory: Path, /, *, is_afterwards: bool = False, **memory: Any) -> o
     disk = HeldDisk()
     disk.gate.clear()
     config = CheckpointConfig(async_save=True, memory=MemoryConfig(**memory))
-    manager = CheckpointManager(directory / "runs", config, fs=disk)
+    manager = manager_on(directory / "runs", config, fs=disk)
     locked = locked_kib()
 
     def save() -> object:
@@ -106,7 +107,9 @@ def snapped(directory: Path, /, *, sizes: Mapping[int, int], **memory: Any) -> o
     """Which snapshots of some sizes, by step, stay; and how much of them is on the disk."""
     config = CheckpointConfig(save_checkpoint_steps=10**6, memory=MemoryConfig(**memory))
     clock = Ticks()
-    with CheckpointManager(directory / "runs", config, snapshots=99, clock=clock) as manager:
+    with manager_on(
+        directory / "runs", config, clock=clock, snapshots=Snapshots(most=99)
+    ) as manager:
         taken = [manager.snapshot(step, state(size)) for step, size in sizes.items()]
         spilled, found, back = spilled_bytes(directory), [], 0
         while isinstance(step := tried(lambda: manager.rollback(steps_back=back).step), int):  # noqa: B023
@@ -120,7 +123,7 @@ def evicted(directory: Path, /, **memory: Any) -> object:
     room = MemoryConfig(snapshot_budget_bytes=2500, smallest_evictee_bytes=0, **memory)
     config = CheckpointConfig(save_checkpoint_steps=10**6, keep="all", memory=room)
     clock = Ticks()
-    with CheckpointManager(directory, config, snapshots=9, clock=clock) as manager:
+    with manager_on(directory, config, clock=clock, snapshots=Snapshots(most=9)) as manager:
         manager.save(0, state(1 << 19))
         for seconds, step in ((500, 5), (10, 10), (1, 11), (1, 12)):
             clock.now += seconds

@@ -6,6 +6,7 @@ An option that is ignored leaves both observations equal, so no probe passes by 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import re
@@ -25,7 +26,8 @@ from ckptmgr import (
     CheckpointManager,
     CkptmgrError,
     ModelCheckpoint,
-    RanksMissing,
+    Ranks,
+    Resume,
     load_checkpoint,
     load_state,
     open_checkpoint,
@@ -39,6 +41,7 @@ from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.held import HeldDisk
 from tests.support.held_staging import HeldStaging
+from tests.support.runs import made, manager_on
 from tests.support.saved import overwrite
 from tests.support.surface import Loop
 
@@ -185,7 +188,7 @@ def trained(directory: Path, /, *, steps: int = 1, **config: Any) -> object:
     """Some steps of 20 seconds in a manager."""
     clock = Ticks()
     runs = directory / "runs"
-    with CheckpointManager(runs, CheckpointConfig(**config), prefix="net", clock=clock) as manager:
+    with manager_on(runs, CheckpointConfig(**config), clock=clock, prefix="net") as manager:
         for step in range(1, steps + 1):
             clock.now += 20
             manager.step_end(step, state(step), epoch=1, metrics={"loss": float(step % 3)})
@@ -221,7 +224,7 @@ def heard(directory: Path, /, **config: Any) -> object:
 def constructed(directory: Path, /, **config: Any) -> object:
     """A manager, a rank of two, that holds slices."""
     CheckpointManager(
-        directory, CheckpointConfig(**config), coordinator=Seat(Meeting(2), 0), layout=HALVES
+        directory, CheckpointConfig(**config), ranks=Ranks(Seat(Meeting(2), 0), layout=HALVES)
     )
     return None
 
@@ -229,9 +232,7 @@ def constructed(directory: Path, /, **config: Any) -> object:
 def queued(directory: Path, /, **config: Any) -> object:
     """Three saves of which the first is held up."""
     disk = HeldDisk()
-    with CheckpointManager(
-        directory, CheckpointConfig(async_save=True, **config), fs=disk
-    ) as manager:
+    with manager_on(directory, CheckpointConfig(async_save=True, **config), fs=disk) as manager:
         disk.gate.clear()
         manager.save(1, state())
         disk.arrive()
@@ -245,9 +246,7 @@ def queued(directory: Path, /, **config: Any) -> object:
 def failed(directory: Path, /, **config: Any) -> object:
     """A save in the background that fails."""
     disk = HeldDisk()
-    with CheckpointManager(
-        directory, CheckpointConfig(async_save=True, **config), fs=disk
-    ) as manager:
+    with manager_on(directory, CheckpointConfig(async_save=True, **config), fs=disk) as manager:
         disk.failure = OSError(30, "Read-only file system")
         manager.save(1, state())
         return tried(manager.wait)
@@ -282,7 +281,7 @@ KEYED = CheckpointConfig(enc_key=KEY)
 def managed(directory: Path, /, **options: Any) -> object:
     """Four steps in a manager; all files of its directory and around it."""
     options = {"directory": directory / "runs", "prefix": "net", "clock": Ticks(), **options}
-    with CheckpointManager(**options) as manager:
+    with made(CheckpointManager, **options) as manager:
         for step in range(1, 5):
             manager.step_end(step, state(step))
     return files(directory), dates(directory), noted(directory)
@@ -291,7 +290,7 @@ def managed(directory: Path, /, **options: Any) -> object:
 def preempted(directory: Path, /, **options: Any) -> object:
     """Return the step after which a run stops that Slurm signals in step 3, of at most 6."""
     step = 0
-    with CheckpointManager(directory, **options) as manager:
+    with made(CheckpointManager, directory=directory, **options) as manager:
         while step < 6 and not manager.should_stop:
             step += 1
             if step == 3:
@@ -332,14 +331,15 @@ def iterated(directory: Path, /, **options: Any) -> object:
 
 def looped(directory: Path, /, *, config: Options | None = None, **options: Any) -> object:
     """Four steps with a callback; all files around it."""
-    callback = ModelCheckpoint(
+    callback = made(
+        ModelCheckpoint,
         **{
             "prefix": "net",
             "directory": str(directory / "runs"),
             "config": CheckpointConfig(**(config or {})),
             "clock": Ticks(),
             **options,
-        }
+        },
     )
     Loop(callbacks=(callback,)).run(4)
     return files(directory), dates(directory), noted(directory)
@@ -361,14 +361,16 @@ def resumed(directory: Path, /, *, saved: Options, is_bare: bool = False, **opti
         manager.save(1, state())
     if is_bare:
         (directory / manifest_name("net-1.ckpt")).unlink()
-    with CheckpointManager(directory, prefix="net", **options) as manager:
-        return tried(lambda: manager.resume().step)
+    fields = [field.name for field in dataclasses.fields(Resume)]
+    how = {name: options.pop(name) for name in fields if name in options}
+    with made(CheckpointManager, directory=directory, prefix="net", **options) as manager:
+        return tried(lambda: manager.resume(None, Resume(**how)).step)
 
 
 def gone_back(directory: Path, /, *, steps: int, **options: Any) -> object:
     """The steps that can be gone back to without a checkpoint."""
     config = CheckpointConfig(save_checkpoint_steps=100)
-    with CheckpointManager(directory, config, **options) as manager:
+    with made(CheckpointManager, directory=directory, config=config, **options) as manager:
         for step in range(1, 5):
             manager.step_end(step, state(step))
         manager.step_end(5, state(5))
@@ -388,7 +390,7 @@ def alone(directory: Path, /, *, surface: Callable[..., Any], **options: Any) ->
             waited.append(timeout_s)
             raise RanksMissing(tag, ranks=[1], found={}, timeout_s=timeout_s)
 
-    saver = surface(directory=str(directory), coordinator=Lonely(), **options)
+    saver = made(surface, directory=str(directory), coordinator=Lonely(), **options)
     with pytest.raises(CkptmgrError):
         saver.resume()
     return round(max(waited))
@@ -398,7 +400,7 @@ def cleaned(directory: Path, /, *, surface: Callable[..., Any], **options: Any) 
     """Whether a first save removes the temporary file of a process that nothing is known of."""
     temp = directory / temp_name("other-9.ckpt", token="nowhere-1", series="other")
     temp.touch()
-    saver = surface(prefix="net", directory=str(directory), **options)
+    saver = made(surface, prefix="net", directory=str(directory), **options)
     if isinstance(saver, CheckpointManager):
         saver.save(1, state())
         saver.close()
@@ -432,7 +434,8 @@ def by_two(
     meeting = Meeting(2)
 
     def work(rank: int) -> bool:
-        saver = surface(
+        saver = made(
+            surface,
             prefix="net",
             directory=str(directory),
             config=CheckpointConfig(**config),

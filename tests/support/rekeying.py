@@ -34,6 +34,7 @@ from tests.faults.training import RUNS, ModelProcesses
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put
 from tests.support.manifests import manifest
+from tests.support.runs import manager_on
 from tests.support.shard_sets import ATTEMPT
 
 OLD, NEW, OTHER = (Key(bytes([number]) * 32) for number in (1, 2, 3))
@@ -76,8 +77,8 @@ def save_run(
         compression=compression,
     )
     processes = None if disk is None else ModelProcesses(disk)
-    with CheckpointManager(
-        directory, config, prefix="net", fs=disk, processes=processes, clock=lambda: 1_700_000_000.0
+    with manager_on(
+        directory, config, fs=disk, processes=processes, clock=lambda: 1_700_000_000.0, prefix="net"
     ) as manager:
         for step in range(1, steps + 1):
             manager.save(step, {"w": np.full(3, step, np.float32)})

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState, load_state
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Ranks,
+    Resume,
+    StateMismatch,
+    UnsupportedState,
+    load_state,
+)
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.training.loaders import mark_of
 from tests.parallel.ranks import Meeting, Seat, run_ranks
@@ -495,7 +503,7 @@ def test_new_start_forgets_the_places(tmp_path: Path) -> None:
         train(Shuffled(), 6, manager)
     with saving(tmp_path) as manager:
         manager.resume({"epochs": np.zeros(1)})
-        manager.resume({"epochs": np.zeros(1)}, start="new")
+        manager.resume({"epochs": np.zeros(1)}, Resume(start="new"))
         assert len(list(manager.batches(Shuffled()))) == PER_EPOCH
 
 
@@ -801,7 +809,7 @@ def test_each_rank_goes_on_with_its_own_batches(
         return [[rank, index] for index in range(PER_EPOCH)]
 
     def manager_of(seat: Seat) -> CheckpointManager:
-        return CheckpointManager(tmp_path, CheckpointConfig(), coordinator=seat)
+        return CheckpointManager(tmp_path, CheckpointConfig(), ranks=Ranks(seat))
 
     first, second = Meeting(2), Meeting(world)
 

@@ -17,6 +17,7 @@ from ckptmgr.core.errors import StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import callback_on
 from tests.support.surface import KEY, Loop, data_files
 
 
@@ -368,7 +369,7 @@ def _with_full_disk(directory: Path, **config: Any) -> ModelCheckpoint:
     """Return a callback whose first save fails in the background."""
     disk = FailingDisk(OsFileSystem(), operation="reserve", call=1)
     checked = CheckpointConfig(async_save=True, save_checkpoint_steps=2, **config)
-    return ModelCheckpoint("net", str(directory), checked, fs=disk)
+    return callback_on("net", str(directory), checked, fs=disk)
 
 
 def test_failure_in_the_background_leaves_a_with_block_as_its_error(tmp_path: Path) -> None:

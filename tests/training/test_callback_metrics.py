@@ -16,6 +16,7 @@ from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
 from ckptmgr.store.store import Store
 from tests.support.failingdisk import FailingDisk
 from tests.support.modeldisk import ModelDisk
+from tests.support.runs import callback_on
 from tests.support.surface import KEY, Loop, data_files
 
 
@@ -52,7 +53,7 @@ def callback_of(
     directory: Path, *, metrics: Any = None, fs: Any = None, **options: Any
 ) -> ModelCheckpoint:
     config = CheckpointConfig(**{"save_checkpoint_steps": 1, "keep": "all", **options})
-    return ModelCheckpoint("net", str(directory), config, metrics=metrics, fs=fs)
+    return callback_on("net", str(directory), config, fs=fs, metrics=metrics)
 
 
 def recorded(directory: Path) -> list[Mapping[str, float]]:

@@ -12,6 +12,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint
 from ckptmgr.core.names import parse_name
+from tests.support.runs import callback_on
 from tests.support.surface import GOLDEN, Loop, data_files
 
 
@@ -52,7 +53,7 @@ class _Recorder:
 def test_callback_adds_and_removes_the_recorded_files(case: _Case, tmp_path: Path) -> None:
     loop = Loop(callbacks=(), batch_num=case["batch_num"], step_s=case["dt"] or 0.0)
     config = CheckpointConfig(**case["config"])  # type: ignore[arg-type]
-    callback = ModelCheckpoint(case["prefix"], str(tmp_path), config, clock=lambda: loop.now)
+    callback = callback_on(case["prefix"], str(tmp_path), config, clock=lambda: loop.now)
     loop.callbacks = (callback,)
     recorder = _Recorder(tmp_path)
     loop.begin()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
+from ckptmgr import CheckpointConfig, ModelCheckpoint, Resume, load_checkpoint, save_checkpoint
 from ckptmgr.core.errors import KeyProblem, StoreLocked, UnprovenCheckpoint
 from ckptmgr.training.callback import Resumed
 from tests.support.surface import GOLDEN, KEY, Loop, data_files
@@ -274,8 +274,8 @@ def test_files_of_mindspore_itself_are_resumed_from_on_request_and_never_pruned(
     callback = _callback(tmp_path, keep_checkpoint_max=1)
     with pytest.raises(UnprovenCheckpoint, match="no manifest proves which step it is") as caught:
         callback.resume()
-    assert "resume(allow_bare=True)" in str(caught.value.hint)
-    resumed = callback.resume(allow_bare=True)
+    assert "Resume(allow_bare=True)" in str(caught.value.hint)
+    resumed = callback.resume(Resume(allow_bare=True))
     assert resumed is not None
     assert (resumed.checkpoint.name, resumed.checkpoint.step) == ("net-1_10.ckpt", 10)
     Loop(callbacks=(callback,)).run(3)

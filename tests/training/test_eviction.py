@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig, Snapshots
 from tests.support.failingdisk import FailingDisk
 from tests.support.modeldisk import ModelDisk
+from tests.support.runs import manager_on
 
 KIB = 1024
 
@@ -28,8 +29,8 @@ class Run:
             **{"save_checkpoint_steps": 10**6, "keep": "all", "memory": room}
             | options.pop("config", {})
         )
-        self.manager = CheckpointManager(
-            directory, config, clock=lambda: self.now, snapshots=9, **options
+        self.manager = manager_on(
+            directory, config, clock=lambda: self.now, snapshots=Snapshots(most=9), **options
         )
 
     def save(self, step: int, *, at: float, size_bytes: int = KIB) -> None:
@@ -138,11 +139,11 @@ def after_resume(run: Run) -> None:
     run.manager.close()
     assert other.latest() is not None
     run.now += 5000
-    run.manager = CheckpointManager(
+    run.manager = manager_on(
         run.manager.directory,
         run.manager._config,
         clock=lambda: run.now,
-        snapshots=9,
+        snapshots=Snapshots(most=9),
     )
     run.manager.resume()
     run.snapshot(11, at=5001)

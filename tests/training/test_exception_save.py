@@ -13,6 +13,7 @@ import pytest
 from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, load_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import manager_on
 
 KEY = bytes(range(16))
 
@@ -193,7 +194,7 @@ def _fail_on(directory: Path, operation: str, call: int | None) -> list[str]:
     _resume_and_fail(directory, 3)
     disk = FailingDisk(OsFileSystem(), operation=operation, call=call, is_lasting=True)
     config = CheckpointConfig(save_checkpoint_steps=2, exception_save=True)
-    manager = CheckpointManager(directory, config, prefix="net", fs=disk)
+    manager = manager_on(directory, config, fs=disk, prefix="net")
     manager.resume()
     with pytest.raises(ZeroDivisionError):
         _train(manager, ZeroDivisionError(), [{"w": np.ones(4)}], first=3)
@@ -227,11 +228,8 @@ def test_failed_background_save_is_a_note_and_the_exception_save_still_happens(
     tmp_path: Path,
 ) -> None:
     disk = FailingDisk(OsFileSystem(), operation="write_at", call=1)
-    manager = CheckpointManager(
-        tmp_path,
-        CheckpointConfig(async_save=True, exception_save=True),
-        prefix="net",
-        fs=disk,
+    manager = manager_on(
+        tmp_path, CheckpointConfig(async_save=True, exception_save=True), fs=disk, prefix="net"
     )
     with pytest.raises(ZeroDivisionError) as caught:
         _train(manager, ZeroDivisionError(), [{"w": np.ones(4)}])
@@ -260,5 +258,5 @@ def test_failed_background_save_never_replaces_an_exception_that_refuses_notes(
     config = CheckpointConfig(save_checkpoint_steps=1, async_save=True)
     error = FrozenError()
     with pytest.raises(FrozenError) as caught:
-        _train(CheckpointManager(tmp_path, config, fs=disk), error, [{"w": np.ones(4)}])
+        _train(manager_on(tmp_path, config, fs=disk), error, [{"w": np.ones(4)}])
     assert caught.value is error

@@ -19,6 +19,7 @@ from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
     ModelCheckpoint,
+    Ranks,
     save_checkpoint,
     save_state,
 )
@@ -118,7 +119,7 @@ def test_ranks_give_the_chosen_modes(tmp_path: Path) -> None:
 
     def save(rank: int) -> bool:
         config = CheckpointConfig(file_mode=0o640)
-        with CheckpointManager(runs, config, coordinator=Seat(meeting, rank)) as manager:
+        with CheckpointManager(runs, config, ranks=Ranks(Seat(meeting, rank))) as manager:
             manager.save(1, {"w": np.full(4, rank)})
         return True
 

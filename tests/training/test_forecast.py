@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.handle import SaveHandle, SaveStats
@@ -24,6 +24,7 @@ from ckptmgr.policy.forecast import GOOD_SHARE, Demand, Forecast, Pace, most_kep
 from ckptmgr.policy.save import Overhead
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.training.forecast import Forecaster, available_memory_bytes, demand_of
+from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop
 
 GB = 2**30
@@ -238,7 +239,7 @@ def test_run_hears_of_a_small_disk_once_before_the_first_save(
     heard: list[Event] = []
     config = CheckpointConfig(save_checkpoint_steps=3)
     disk = SmallDisk(5 * MIB)
-    manager = CheckpointManager(tmp_path / "new", config, fs=disk, observe=heard.append)
+    manager = manager_on(tmp_path / "new", config, fs=disk, observe=heard.append)
     state = {"w": np.zeros(MIB, np.uint8)}
     with manager:
         manager.step_end(1, state)
@@ -260,9 +261,7 @@ def test_state_behind_a_function_is_asked_for_only_when_it_is_saved(tmp_path: Pa
         return {"w": np.zeros(MIB, np.uint8)}
 
     config = CheckpointConfig(save_checkpoint_steps=2)
-    with CheckpointManager(
-        tmp_path, config, fs=SmallDisk(5 * MIB), observe=heard.append
-    ) as manager:
+    with manager_on(tmp_path, config, fs=SmallDisk(5 * MIB), observe=heard.append) as manager:
         manager.step_end(1, state)
         assert (asked, heard_of(heard)) == ([], [])
         manager.step_end(2, state)
@@ -318,7 +317,7 @@ def test_run_that_never_saves_is_not_asked_for_its_state(tmp_path: Path) -> None
 def test_checkpoints_of_the_run_count_as_kept(tmp_path: Path) -> None:
     state = {"w": np.zeros(MIB, np.uint8)}
     config = CheckpointConfig(keep="last(2)")
-    with CheckpointManager(tmp_path, config, fs=SmallDisk(50 * MIB)) as manager:
+    with manager_on(tmp_path, config, fs=SmallDisk(50 * MIB)) as manager:
         before = manager.forecast(state)
         manager.save(1, state)
         after = manager.forecast()
@@ -336,8 +335,8 @@ def test_forecast_of_an_unknown_size_is_refused(tmp_path: Path) -> None:
 
 def test_callback_hears_of_a_small_disk_before_training(tmp_path: Path) -> None:
     heard: list[Event] = []
-    callback = ModelCheckpoint(
-        "net", str(tmp_path), CheckpointConfig(), observe=heard.append, fs=SmallDisk(1)
+    callback = callback_on(
+        "net", str(tmp_path), CheckpointConfig(), fs=SmallDisk(1), observe=heard.append
     )
     callback.begin(Loop(callbacks=()))
     assert heard_of(heard) == ["disk"]
@@ -345,8 +344,8 @@ def test_callback_hears_of_a_small_disk_before_training(tmp_path: Path) -> None:
 
 def test_callback_whose_names_are_computed_foresees_nothing(tmp_path: Path) -> None:
     heard: list[Event] = []
-    callback = ModelCheckpoint(
-        lambda _: "net", str(tmp_path), CheckpointConfig(), observe=heard.append, fs=SmallDisk(1)
+    callback = callback_on(
+        lambda _: "net", str(tmp_path), CheckpointConfig(), fs=SmallDisk(1), observe=heard.append
     )
     callback.begin(Loop(callbacks=()))
     assert heard == []
@@ -406,7 +405,7 @@ def test_overhead_spaces_saves_by_what_the_last_one_cost(tmp_path: Path, mode: b
     assert config.save_policy() == Overhead(share)
     state = {"w": np.zeros(4, np.uint8)}
     saved: list[Checkpoint] = []
-    with CheckpointManager(tmp_path, config, clock=lambda: now[0]) as manager:
+    with manager_on(tmp_path, config, clock=lambda: now[0]) as manager:
         handle = manager.step_end(1, state)
         assert handle is not None  # to learn the cost
         saved.append(handle.wait())

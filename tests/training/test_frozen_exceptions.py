@@ -14,6 +14,7 @@ import pytest
 from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
+    Ranks,
     load_checkpoint,
     load_state,
     save_checkpoint,
@@ -84,7 +85,7 @@ def choose_on_load(directory: Path) -> None:
 
 
 def resume_with_coordinator(directory: Path) -> None:
-    with CheckpointManager(directory, coordinator=Coordinator()) as manager:
+    with CheckpointManager(directory, ranks=Ranks(Coordinator())) as manager:
         manager.resume()
 
 

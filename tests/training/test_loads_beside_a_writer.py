@@ -16,6 +16,7 @@ from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OsFileSystem
+from tests.support.runs import manager_on
 
 LAST = CheckpointConfig(keep="last(1)")
 KEY = b"sixteen byte key"
@@ -92,7 +93,7 @@ def test_checkpoint_that_is_removed_before_it_is_opened_is_not_found(
     config = CheckpointConfig(keep="last(1)", enc_key=key)
     save = saver(tmp_path, config)
     save()
-    reader = CheckpointManager(tmp_path, config, fs=Overtaken(save, suffix=".ckpt"))
+    reader = manager_on(tmp_path, config, fs=Overtaken(save, suffix=".ckpt"))
     newest = reader.latest()
     assert newest is not None
     with pytest.raises(
@@ -109,7 +110,7 @@ def test_step_that_is_removed_before_it_is_opened_is_not_found(
 ) -> None:
     save = saver(tmp_path, LAST)
     save()
-    reader = CheckpointManager(tmp_path, fs=Overtaken(save, suffix=".ckpt"))
+    reader = manager_on(tmp_path, fs=Overtaken(save, suffix=".ckpt"))
     with pytest.raises(CheckpointNotFound, match=r"the newest is now ckpt-2\.ckpt"):
         reader.load(asked)
 
@@ -118,10 +119,10 @@ def test_newest_is_looked_for_until_it_is_there(tmp_path: Path) -> None:
     save = saver(tmp_path, LAST)
     save()
     disk = Overtaken(save, suffix=".ckpt", times=5)
-    assert CheckpointManager(tmp_path, fs=disk).load("latest") == {"w": 6}
+    assert manager_on(tmp_path, fs=disk).load("latest") == {"w": 6}
     state = {"w": 0}
     disk.left = 2
-    CheckpointManager(tmp_path, fs=disk).load("latest", state)
+    manager_on(tmp_path, fs=disk).load("latest", state)
     assert state == {"w": 8}
 
 
@@ -130,10 +131,10 @@ def test_directory_that_changes_while_it_is_listed_is_listed_again(
     tmp_path: Path, times: int
 ) -> None:
     CheckpointManager(tmp_path).save(1, {"w": 1})
-    newest = CheckpointManager(tmp_path, fs=Unseen(times)).latest()
+    newest = manager_on(tmp_path, fs=Unseen(times)).latest()
     assert newest is not None
-    assert CheckpointManager(tmp_path, fs=Unseen(times)).load(1) == {"w": 1}
-    assert CheckpointManager(tmp_path, fs=Unseen(1000)).latest() is None
+    assert manager_on(tmp_path, fs=Unseen(times)).load(1) == {"w": 1}
+    assert manager_on(tmp_path, fs=Unseen(1000)).latest() is None
 
 
 def test_newest_of_nothing_is_not_found(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_last_one_that_is_removed_leaves_none(tmp_path: Path) -> None:
         for path in tmp_path.iterdir():
             path.unlink()
 
-    reader = CheckpointManager(tmp_path, fs=Overtaken(remove, suffix=".ckpt"))
+    reader = manager_on(tmp_path, fs=Overtaken(remove, suffix=".ckpt"))
     newest = reader.latest()
     assert newest is not None
     with pytest.raises(CheckpointNotFound, match="there is none now"):

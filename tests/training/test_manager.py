@@ -29,6 +29,7 @@ from tests.faults.training import (
     value_of,
 )
 from tests.support.crashmodel import ModelDisk
+from tests.support.runs import manager_on
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 
@@ -134,7 +135,7 @@ def test_name_of_a_file_that_lost_its_manifest_is_not_taken() -> None:
 def test_step_end_saves_when_the_policy_says_so() -> None:
     disk = ModelDisk()
     config = CheckpointConfig(save_checkpoint_steps=2)
-    with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk) as manager:
+    with manager_on(RUNS, config, fs=disk, prefix=SERIES) as manager:
         due = [manager.step_end(step, state_of(step)) is not None for step in range(1, 5)]
         assert due == [False, True, False, True]
     assert steps(manager) == [2, 4]
@@ -187,7 +188,7 @@ def test_state_function_is_called_only_for_a_save() -> None:
         return state_of(1.0)
 
     config = CheckpointConfig(save_checkpoint_steps=3)
-    with CheckpointManager(RUNS, config, prefix=SERIES, fs=ModelDisk()) as manager:
+    with manager_on(RUNS, config, fs=ModelDisk(), prefix=SERIES) as manager:
         for step in range(1, 4):
             manager.step_end(step, state)
         assert value_of(manager.load(3)) == 1.0
@@ -196,7 +197,7 @@ def test_state_function_is_called_only_for_a_save() -> None:
 
 def every_third(disk: ModelDisk) -> CheckpointManager:
     config = CheckpointConfig(save_checkpoint_steps=3)
-    return CheckpointManager(RUNS, config, prefix=SERIES, fs=disk)
+    return manager_on(RUNS, config, fs=disk, prefix=SERIES)
 
 
 def test_leaving_saves_the_last_step() -> None:
@@ -436,7 +437,7 @@ def test_files_of_other_runs_are_never_removed() -> None:
 def test_other_series_in_the_directory_are_left_alone() -> None:
     disk = disk_with(1.0, 2.0)
     config = CheckpointConfig(keep="last(1)")
-    with CheckpointManager(RUNS, config, prefix="other", fs=disk) as other:
+    with manager_on(RUNS, config, fs=disk, prefix="other") as other:
         assert other.resume().is_fresh
         for step in (1, 2):
             other.save(step, state_of(step))

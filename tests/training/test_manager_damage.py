@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import Trust
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import (
     CkptmgrError,
@@ -39,6 +40,7 @@ from tests.faults.training import (
 )
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import copy, flip_bit, manifest_of, put, replace_in, truncate
+from tests.support.runs import manager_on
 
 OTHER_KEY = bytes([7] * 32)
 ONE, TWO, THREE = name_of(1), name_of(2), name_of(3)
@@ -205,11 +207,15 @@ def test_plain_checkpoints_are_refused_with_a_key_unless_allowed() -> None:
         resumed(disk, KEY)
     config = CheckpointConfig(enc_key=KEY)
     with (
-        CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unsealed=True) as manager,
+        manager_on(
+            RUNS, config, fs=disk, trust=Trust(allow_unsealed=True), prefix=SERIES
+        ) as manager,
         pytest.raises(KeyProblem, match="allow_unencrypted"),
     ):
         manager.resume()
-    with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unencrypted=True) as manager:
+    with manager_on(
+        RUNS, config, fs=disk, trust=Trust(allow_unencrypted=True), prefix=SERIES
+    ) as manager:
         assert value_of(manager.resume().state) == 10.0
 
 
@@ -269,7 +275,9 @@ def test_bare_file_of_the_series_needs_leave_when_there_is_a_key() -> None:
     with pytest.raises(UnsealedCheckpoint, match="no manifest"):
         resumed(disk, KEY)
     config = CheckpointConfig(enc_key=KEY)
-    with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unsealed=True) as manager:
+    with manager_on(
+        RUNS, config, fs=disk, trust=Trust(allow_unsealed=True), prefix=SERIES
+    ) as manager:
         assert value_of(manager.resume().state) == 10.0
 
 
@@ -392,6 +400,6 @@ def test_real_and_model_disk_agree_about_a_damaged_newest(tmp_path: Path) -> Non
     content = bytearray(path.read_bytes())
     content[-9] ^= 4
     path.write_bytes(content)
-    with CheckpointManager(tmp_path, prefix=SERIES, fs=OsFileSystem()) as manager:
+    with manager_on(tmp_path, fs=OsFileSystem(), prefix=SERIES) as manager:
         resumption = manager.resume()
     assert (resumption.step, len(resumption.skipped)) == (1, 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror='alert(2)'>\x1b[31m&\"\n"
@@ -54,7 +55,7 @@ def displayed(value: object) -> _Page:
 def run(directory: Path, **options: object) -> CheckpointManager:
     """Save four steps, of which the policy keeps three."""
     config = CheckpointConfig(keep="last(2) | best(1, loss, min)", **options)  # type: ignore[arg-type]
-    manager = CheckpointManager(directory, config, prefix="net", clock=lambda: 1.7e9)
+    manager = manager_on(directory, config, clock=lambda: 1.7e9, prefix="net")
     with manager:
         for step, loss in ((1, 0.5), (2, float("nan")), (3, 0.25), (4, 0.75)):
             manager.save(step, {"w": np.zeros(8)}, metrics={"loss": loss})

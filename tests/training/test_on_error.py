@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import SaveFailed, StagingExhausted, StoreFull
 from tests.faults.training import RUNS, SERIES, ModelProcesses
@@ -18,6 +18,7 @@ from tests.parallel.ranks import WORLD, Clock, Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
 from tests.support.failingdisk import FailingDisk
 from tests.support.held import HeldDisk
+from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop, data_files
 
 MODES = [False, "thread"]
@@ -46,7 +47,7 @@ def train(
     config = CheckpointConfig(
         save_checkpoint_steps=1, async_save=mode, on_error=on_error, keep="all"
     )
-    with CheckpointManager(directory, config, fs=disk, observe=observe) as manager:
+    with manager_on(directory, config, fs=disk, observe=observe) as manager:
         for step in (1, 2, 3):
             if step == 2:
                 disk.failures = failures
@@ -94,7 +95,7 @@ def test_failure_is_reported_once_to_observers(tmp_path: Path, mode: Any) -> Non
 def test_step_whose_save_failed_is_due_again_at_the_end(tmp_path: Path, mode: Any) -> None:
     disk = BrokenDisk()
     config = CheckpointConfig(save_checkpoint_steps=2, async_save=mode, on_error="warn")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         manager.step_end(1, {"w": np.zeros(4)})
         disk.failures = 1
         handle = manager.step_end(2, {"w": np.ones(4)})
@@ -129,7 +130,7 @@ def test_function_may_save_and_wait_where_saves_run_in_the_caller(tmp_path: Path
         found.extend(one.step for one in manager.checkpoints())
 
     config = CheckpointConfig(on_error=again)
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         disk.failures = 1
         manager.save(2, {"w": np.ones(4)})
     assert found == [20]
@@ -144,7 +145,7 @@ def test_save_of_the_function_that_fails_too_is_raised_to_it(tmp_path: Path) -> 
             manager.save(20, {"w": np.ones(4)})
         met.append(caught.value)
 
-    with CheckpointManager(tmp_path, CheckpointConfig(on_error=again), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(on_error=again), fs=disk) as manager:
         disk.failures = 2
         manager.save(2, {"w": np.ones(4)})
     assert len(met) == 1
@@ -160,7 +161,7 @@ def test_interrupt_is_no_failure_that_is_tried_again_or_warned_of(tmp_path: Path
 
     disk = InterruptedDisk()
     config = CheckpointConfig(on_error="retry(3)")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         disk.failures = 1
         with pytest.raises(KeyboardInterrupt):
             manager.save(1, {"w": np.ones(4)})
@@ -177,7 +178,7 @@ def test_callback_goes_on_after_a_failed_save(
     disk = BrokenDisk("-1_2.")
     disk.failures = 1
     config = CheckpointConfig(async_save=mode, on_error=on_error)
-    callback = ModelCheckpoint("net", str(tmp_path), config, fs=disk)
+    callback = callback_on("net", str(tmp_path), config, fs=disk)
     Loop(callbacks=(callback,), batch_num=10).run(3)
     assert data_files(tmp_path) == [f"net-1_{step}.ckpt" for step in steps]
 
@@ -189,14 +190,14 @@ def test_ranks_try_a_failed_save_again_together(mode: Any) -> None:
     def work(rank: int) -> list[int]:
         own = FailingDisk(disk, operation="write_at", call=1 if rank == 1 else None)
         config = CheckpointConfig(keep="all", async_save=mode, on_error="retry(1)")
-        with CheckpointManager(
+        with manager_on(
             RUNS,
             config,
-            prefix=SERIES,
             fs=own,
             processes=ModelProcesses(disk),
             clock=Clock(),
-            coordinator=Seat(meeting, rank),
+            ranks=Ranks(Seat(meeting, rank)),
+            prefix=SERIES,
         ) as manager:
             manager.save(1, {"w": np.full(4, rank)})
             manager.wait()
@@ -216,7 +217,7 @@ def test_wait_in_the_function_of_a_background_save_is_still_refused(tmp_path: Pa
         met.append(str(caught.value))
 
     config = CheckpointConfig(async_save=True, on_error=wait)
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         disk.failures = 1
         manager.save(1, {"w": np.ones(4)})
     assert len(met) == 1
@@ -245,7 +246,7 @@ def test_function_that_saves_on_a_broken_disk_is_called_once(tmp_path: Path, mod
         manager.save(50 + len(calls), {"w": np.ones(4)})
 
     config = CheckpointConfig(async_save=mode, on_error=again)
-    manager = CheckpointManager(tmp_path, config, fs=disk)
+    manager = manager_on(tmp_path, config, fs=disk)
     with pytest.raises(StoreFull):  # noqa: PT012
         disk.failures = 1_000_000
         manager.save(1, {"w": np.ones(4)})

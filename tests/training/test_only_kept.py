@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.events import Event
 from ckptmgr.formats.strict_json import Json
@@ -24,6 +24,7 @@ from ckptmgr.policy.rules import Finding, Rule
 from ckptmgr.store.store import Store
 from tests.parallel.ranks import Clock, Meeting, Seat, run_ranks
 from tests.support.held import HeldDisk
+from tests.support.runs import manager_on
 from tests.support.surface import Loop, data_files
 
 NAN = math.nan
@@ -47,9 +48,7 @@ def manager_of(directory: Path, heard: Heard | None = None, **options: Any) -> C
     """Return a manager that saves each step that is the best so far."""
     named = {name: options.pop(name) for name in ("clock", "fs", "coordinator") if name in options}
     given = {"keep": "best(1, loss, min)", "save_only_kept": True, **options}
-    return CheckpointManager(
-        directory, CheckpointConfig(**given), observe=heard, prefix="net", **named
-    )
+    return manager_on(directory, CheckpointConfig(**given), observe=heard, prefix="net", **named)
 
 
 def train(manager: CheckpointManager, losses: Mapping[int, float | None]) -> None:
@@ -316,7 +315,7 @@ def test_metrics_that_fail_on_rank_0_fail_all_ranks_at_once(tmp_path: Path) -> N
             return {}
 
         seat = Seat(meeting, rank)
-        callback = ModelCheckpoint("net", str(tmp_path), config, metrics=metrics, coordinator=seat)
+        callback = ModelCheckpoint("net", str(tmp_path), config, ranks=Ranks(seat), metrics=metrics)
         Loop((callback,)).run_step()
 
     for one in run_ranks(meeting, run):

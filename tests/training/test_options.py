@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, load_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, load_checkpoint
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.parallel.layout import ParallelLayout
 from tests.parallel.ranks import Meeting, Seat
@@ -50,8 +50,8 @@ def test_callback_refuses_an_option_without_effect_by_name(tmp_path: Path, optio
 def test_options_at_their_defaults_are_taken_everywhere(tmp_path: Path) -> None:
     config = CheckpointConfig(incremental=False, enable_redundance=False)
     coordinator = Seat(Meeting(2), 0)
-    CheckpointManager(tmp_path, config, coordinator=coordinator, layout=LAYOUT)
-    ModelCheckpoint("net", str(tmp_path), config, coordinator=coordinator, layout=LAYOUT)
+    CheckpointManager(tmp_path, config, ranks=Ranks(coordinator, layout=LAYOUT))
+    ModelCheckpoint("net", str(tmp_path), config, ranks=Ranks(coordinator, layout=LAYOUT))
 
 
 @pytest.mark.parametrize("surface", [CheckpointManager, ModelCheckpoint])
@@ -61,7 +61,7 @@ def test_integrated_save_together_with_a_layout_is_refused_with_the_way_to_whole
     config = CheckpointConfig(integrated_save=True)
     place = {"prefix": "net", "directory": str(tmp_path), "config": config}
     with pytest.raises(ValueError, match=r"^integrated_save has no effect in .*load_checkpoint"):
-        surface(**place, coordinator=Seat(Meeting(2), 0), layout=LAYOUT)
+        surface(**place, ranks=Ranks(Seat(Meeting(2), 0), layout=LAYOUT))
 
 
 @pytest.mark.parametrize("value", [True, False])

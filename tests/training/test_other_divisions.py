@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, GlobalRandom
+from ckptmgr import CheckpointConfig, CheckpointManager, GlobalRandom, Ranks
 from ckptmgr.parallel import SharedDirectory
 from tests.support.forked import run_forked
 
@@ -60,8 +60,8 @@ def train(
     manager = CheckpointManager(
         tmp_path / "runs",
         CheckpointConfig(save_checkpoint_steps=1, remove_redundancy=world > 1),
+        ranks=Ranks(coordinator),
         prefix="net",
-        coordinator=coordinator,
     )
     with manager:
         found = manager.resume(state)

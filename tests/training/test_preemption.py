@@ -13,7 +13,15 @@ from typing import Any, Literal
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Never, RanksOutOfStep, SaveHandle
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Never,
+    Ranks,
+    RanksOutOfStep,
+    SaveHandle,
+    Stop,
+)
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
@@ -116,13 +124,13 @@ def test_other_thread_asks_in_silence_after_the_main_thread(
 @pytest.mark.parametrize("grace", [0, -1.0, float("inf"), float("nan")])
 def test_grace_that_is_no_time_is_refused(grace: float, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="grace must be a positive number of seconds"):
-        CheckpointManager(tmp_path, grace=grace)
+        CheckpointManager(tmp_path, stop=Stop(grace=grace))
 
 
 @pytest.mark.parametrize("grace", ["90", True, [1.0]])
 def test_grace_that_is_no_number_is_refused(grace: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="grace must be a number of seconds, but got"):
-        CheckpointManager(tmp_path, grace=grace)
+        CheckpointManager(tmp_path, stop=Stop(grace=grace))
 
 
 class Clock:
@@ -229,7 +237,9 @@ def test_ranks_that_are_threads_stop_together_within_the_grace(tmp_path: Path) -
     meeting, watch = Meeting(2), StopWatch()  # only the main thread can have a handler
 
     def run(rank: int) -> int:
-        manager = CheckpointManager(tmp_path, SELDOM, grace=0.5, coordinator=Seat(meeting, rank))
+        manager = CheckpointManager(
+            tmp_path, SELDOM, stop=Stop(grace=0.5), ranks=Ranks(Seat(meeting, rank))
+        )
         step = 0
         with manager:
             while not manager.should_stop:
@@ -266,7 +276,7 @@ def test_processes_of_a_job_stop_and_save_together_when_one_is_signalled(tmp_pat
             step = 99
             try:
                 seat = SharedDirectory(tmp_path / "meet", rank=rank, world=2, session="test")
-                manager = CheckpointManager(tmp_path / "run", SELDOM, coordinator=seat)
+                manager = CheckpointManager(tmp_path / "run", SELDOM, ranks=Ranks(seat))
                 step = train(manager, signal_at=3 * rank, last=50)
             finally:
                 os._exit(step)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from ckptmgr import Snapshots
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound
@@ -45,7 +46,7 @@ def manager_with(
     path: Path, *, every: int | None = 1, save: int = 100, **options: Any
 ) -> CheckpointManager:
     config = CheckpointConfig(save_checkpoint_steps=save, **options)
-    return CheckpointManager(path, config, snapshot_steps=every, snapshots=3)
+    return CheckpointManager(path, config, snapshots=Snapshots(every, most=3))
 
 
 def test_rollback_restores_the_state_of_a_step_back_from_memory(tmp_path: Path) -> None:
@@ -157,7 +158,7 @@ def test_save_after_a_rollback_is_newer_than_what_was_given_up(tmp_path: Path) -
 def redo_a_saved_step(path: Path, policy: SavePolicy) -> list[tuple[int, float]]:
     """Save step 10, go back to 9, redo 10; return the step and the value of each checkpoint then."""
     state = {"w": np.zeros(2)}
-    with CheckpointManager(path, save_policy=policy, snapshot_steps=1) as manager:
+    with CheckpointManager(path, snapshots=Snapshots(1), save_policy=policy) as manager:
         manager.snapshot(9, state)
         state["w"] += 666.0
         manager.save(10, state)
@@ -265,7 +266,7 @@ def state_with(value: float) -> dict[str, np.ndarray]:
 
 
 def manual(path: Path) -> CheckpointManager:
-    return CheckpointManager(path, save_policy=Never(), snapshots=3)
+    return CheckpointManager(path, snapshots=Snapshots(most=3), save_policy=Never())
 
 
 def test_rollback_never_returns_a_future_that_an_earlier_one_gave_up(tmp_path: Path) -> None:
@@ -368,12 +369,12 @@ def test_snapshots_within_a_budget_push_out_older_ones() -> None:
     recent.close()
 
 
-@pytest.mark.parametrize("options", [{"snapshot_steps": 0}, {"snapshots": 0}])
+@pytest.mark.parametrize("options", [{"every": 0}, {"most": 0}])
 def test_number_of_snapshots_that_makes_no_sense_is_refused(
-    tmp_path: Path, options: dict[str, int]
+    options: dict[str, int],
 ) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+        Snapshots(**options)
 
 
 def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, Ranks
 from ckptmgr.core.errors import SaveFailed, StoreFull
 from ckptmgr.io.filesystem import OsFileSystem
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.failingdisk import FailingDisk
+from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop, data_files
 
 MIB = 1 << 20
@@ -36,7 +37,7 @@ def full_disk(room: int = 9) -> FailingDisk:
 
 def filled(directory: Path, disk: FailingDisk, **config: Any) -> list[int]:
     """Save until the disk is full, as a run does that keeps too many; return the steps."""
-    manager = CheckpointManager(directory, CheckpointConfig(keep="last(50)", **config), fs=disk)
+    manager = manager_on(directory, CheckpointConfig(keep="last(50)", **config), fs=disk)
     with pytest.raises(StoreFull) as caught:  # noqa: PT012
         for step in range(1, 20):
             manager.save(step, state(step))
@@ -56,7 +57,7 @@ def test_run_that_keeps_fewer_now_goes_on_where_the_disk_is_full(
     disk = full_disk()
     before = filled(tmp_path, disk)
     config = CheckpointConfig(keep="last(2)", async_save=mode)
-    with CheckpointManager(tmp_path, config, fs=disk) as manager, caplog.at_level(logging.WARNING):
+    with manager_on(tmp_path, config, fs=disk) as manager, caplog.at_level(logging.WARNING):
         step = manager.resume(state()).step
         assert step == before[-1]
         for more in (1, 2, 3):
@@ -79,7 +80,7 @@ def test_no_more_goes_than_the_save_needs(tmp_path: Path) -> None:
             seen.append(steps_in(tmp_path))
 
     config = CheckpointConfig(keep="last(2)")
-    with CheckpointManager(tmp_path, config, fs=disk, observe=observe) as manager:
+    with manager_on(tmp_path, config, fs=disk, observe=observe) as manager:
         manager.resume(state())
         manager.save(20, state())
     assert seen[0] == before[1:]
@@ -88,7 +89,7 @@ def test_no_more_goes_than_the_save_needs(tmp_path: Path) -> None:
 def test_what_the_policy_keeps_stays_and_the_save_fails(tmp_path: Path) -> None:
     disk = full_disk()
     before = filled(tmp_path, disk)
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(40)"), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(40)"), fs=disk) as manager:
         manager.resume(state())
         with pytest.raises(StoreFull):
             manager.save(20, state())
@@ -98,7 +99,7 @@ def test_what_the_policy_keeps_stays_and_the_save_fails(tmp_path: Path) -> None:
 def test_pinned_and_resumed_checkpoints_stay(tmp_path: Path) -> None:
     disk = full_disk()
     before = filled(tmp_path, disk)
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager:
         manager.pin(1)
         manager.resume(state())
         manager.save(20, state())
@@ -107,7 +108,7 @@ def test_pinned_and_resumed_checkpoints_stay(tmp_path: Path) -> None:
 
 def test_only_checkpoint_of_a_run_stays_where_the_next_one_has_no_room(tmp_path: Path) -> None:
     disk = full_disk(3)
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager:
         manager.save(1, state())
         with pytest.raises(StoreFull):
             manager.save(2, {"w": np.zeros(MIB // 4)})
@@ -118,7 +119,7 @@ def test_checkpoints_of_another_run_stay(tmp_path: Path) -> None:
     disk = full_disk()
     before = filled(tmp_path, disk)
     with (
-        CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager,
+        manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk) as manager,
         pytest.raises(StoreFull),
     ):
         manager.save(20, state())
@@ -136,7 +137,7 @@ def test_removal_that_fails_ends_the_save_with_the_full_disk(tmp_path: Path) -> 
             super().unlink(path)
 
     stuck = Stuck(OsFileSystem(), space_bytes=disk.free_bytes(tmp_path))
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(2)"), fs=stuck) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(2)"), fs=stuck) as manager:
         manager.resume(state())
         with pytest.raises(StoreFull):
             manager.save(20, state())
@@ -148,7 +149,7 @@ def test_quota_that_shows_only_while_writing_is_room_to_be_made(tmp_path: Path) 
     filled(tmp_path, disk)
 
     quota = FailingDisk(OsFileSystem(), space_bytes=MIB // 2, space_error=errno.EDQUOT)
-    with CheckpointManager(tmp_path, CheckpointConfig(keep="last(2)"), fs=quota) as manager:
+    with manager_on(tmp_path, CheckpointConfig(keep="last(2)"), fs=quota) as manager:
         step = manager.resume(state()).step
         manager.save(20, state())
     assert steps_in(tmp_path) == [step, 20]
@@ -160,7 +161,7 @@ def test_nothing_goes_where_the_disk_has_room_and_refuses(tmp_path: Path, operat
     disk = FailingDisk(
         OsFileSystem(), error=errno.ENOSPC, operation=operation, call=1, is_lasting=True
     )
-    manager = CheckpointManager(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
+    manager = manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
     with pytest.raises((StoreFull, SaveFailed)):  # noqa: PT012
         manager.resume(state())
         manager.save(20, state())
@@ -173,7 +174,7 @@ def test_callback_makes_room_too(tmp_path: Path) -> None:
     disk = full_disk()
     network = {"w": np.zeros(MIB // 4, np.float32)}
     for keep in ("last(50)", "last(2)"):
-        callback = ModelCheckpoint("net", str(tmp_path), CheckpointConfig(keep=keep), fs=disk)
+        callback = callback_on("net", str(tmp_path), CheckpointConfig(keep=keep), fs=disk)
         loop = Loop(callbacks=(callback,), batch_num=100, network=network)
         if keep == "last(50)":
             with pytest.raises(StoreFull):
@@ -192,7 +193,7 @@ def test_ranks_make_room_before_a_save(tmp_path: Path) -> None:
         def one(rank: int) -> list[int]:
             config = CheckpointConfig(keep=keep)
             seat = Seat(meeting, rank)
-            manager = CheckpointManager(tmp_path, config, fs=disk, coordinator=seat)
+            manager = manager_on(tmp_path, config, fs=disk, ranks=Ranks(seat))
             with manager:
                 first = manager.resume(state()).step
                 for step in saves:
@@ -215,7 +216,7 @@ def test_nothing_goes_where_the_save_would_not_fit_all_the_same(tmp_path: Path) 
     disk = full_disk()
     before = filled(tmp_path, disk)
     config = CheckpointConfig(keep="last(1)")
-    with CheckpointManager(tmp_path, config, fs=disk) as manager:
+    with manager_on(tmp_path, config, fs=disk) as manager:
         manager.resume(state())
         with pytest.raises(StoreFull):
             manager.save(100, {"w": np.zeros(16 * MIB // 8)})

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, Resume
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.policy.text import parse_policy
@@ -23,7 +23,7 @@ from tests.cli.running import run, run_json
 from tests.faults.training import ModelProcesses
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
-from tests.support.pruning import carry_out, propose
+from tests.support.runs import manager_on
 from tests.support.surface import Loop
 
 Start = Literal["forgets", "resumes", "new"]
@@ -37,7 +37,7 @@ def train(
         if start == "resumes":
             manager.resume({"step": 0})
         elif start == "new":
-            manager.resume({"step": 0}, start="new")
+            manager.resume({"step": 0}, Resume(start="new"))
         before = {c.id for c in manager.checkpoints()}
         for step in steps:
             manager.save(step, {"step": step})
@@ -66,7 +66,8 @@ def test_run_that_forgot_to_resume_warns_once_at_its_first_save_with_both_ways_o
     (warning,) = (one.getMessage() for one in caplog.records)
     assert f"run {(first.run_id or '')[:8]} has reached step 1000 (ckpt-1000.ckpt)" in warning
     assert "this run was not resumed, and its first save is of step 100" in warning
-    assert 'call resume() before the first step; to begin beside it on purpose, resume(start="new")' in warning  # fmt: skip
+    assert "call resume() before the first step; to begin beside it on purpose" in warning
+    assert 'resume(state, Resume(start="new"))' in warning
 
 
 @pytest.mark.parametrize(("start", "first"), [("resumes", 300), ("new", 100), ("forgets", 1100)])
@@ -142,7 +143,7 @@ def test_beginning_anew_in_the_middle_of_a_run_begins_another_run(tmp_path: Path
     config = CheckpointConfig(keep="last(1)")
     with CheckpointManager(tmp_path, config) as manager:
         manager.save(1000, {"step": 1000})
-        manager.resume({"step": 0}, start="new")
+        manager.resume({"step": 0}, Resume(start="new"))
         manager.save(100, {"step": 100})
         manager.save(200, {"step": 200})
     assert steps(tmp_path) == [1000, 200]
@@ -323,7 +324,7 @@ def test_ranks_warn_once_and_resume_the_forgotten_run_together(
 ) -> None:
     def train_ranks(steps: Iterable[int], *, resumes: bool = False) -> list[int]:
         def work(rank: int) -> int:
-            with CheckpointManager(tmp_path, coordinator=Seat(meeting, rank)) as manager:
+            with CheckpointManager(tmp_path, ranks=Ranks(Seat(meeting, rank))) as manager:
                 found = manager.resume({"step": 0, "rank": rank}) if resumes else None
                 for step in steps:
                     manager.save(step, {"step": step, "rank": rank})
@@ -362,12 +363,14 @@ def test_newest_of_each_line_stays_whatever_runs_meet_in_a_directory(
     heads: dict[str | None, tuple[str, int]] = {}  # run -> newest name and commit
     store = Store(place, fs=disk, processes=ModelProcesses(disk))
     for start, first, saves, keep in actions:
-        manager = CheckpointManager(
+        manager = manager_on(
             place, CheckpointConfig(keep=keep), fs=disk, processes=ModelProcesses(disk)
         )
         with manager:
             if start != "forgets":
-                found = manager.resume(None, start="newest" if start == "resumes" else "new")
+                found = manager.resume(
+                    None, Resume(start="newest" if start == "resumes" else "new")
+                )
                 if found.checkpoint is not None:
                     heads.pop(found.checkpoint.run_id)  # its line goes on in this run
             for step in range(first, first + saves):

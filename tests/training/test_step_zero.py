@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume, Snapshots
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.policy.save import Overhead
 from ckptmgr.training.callback import ModelCheckpoint
 from tests.cli.running import run, run_json
+from tests.support.runs import manager_on
 from tests.support.surface import Loop, data_files
 
 
@@ -38,7 +39,7 @@ def saved_steps(
     """Train the given steps, keep everything, and return the steps that are saved."""
     clock = Clock()
     config = CheckpointConfig(**{"keep": "all", **options})
-    with CheckpointManager(directory, config, clock=clock, save_policy=save_policy) as manager:
+    with manager_on(directory, config, clock=clock, save_policy=save_policy) as manager:
         for step in steps:
             clock.now += step_s
             manager.step_end(step, {"n": step})
@@ -118,7 +119,7 @@ def test_next_step_is_0_for_a_fresh_start_and_1_after_step_0(tmp_path: Path) -> 
 def test_next_step_of_a_new_run_beside_others_is_0(tmp_path: Path) -> None:
     saved_steps(tmp_path, range(3), save_checkpoint_steps=1)
     with CheckpointManager(tmp_path) as manager:
-        assert manager.resume(start="new").next_step == 0
+        assert manager.resume(None, Resume(start="new")).next_step == 0
         assert manager.step_end(0, {"n": 0}) is not None
 
 
@@ -126,7 +127,7 @@ def test_next_step_of_a_new_run_beside_others_is_0(tmp_path: Path) -> None:
 def test_rollback_to_step_0_goes_on_with_step_1(tmp_path: Path, snapshot_steps: int | None) -> None:
     state = {"n": 0}
     config = CheckpointConfig(save_checkpoint_steps=1 if snapshot_steps is None else 100)
-    with CheckpointManager(tmp_path, config, snapshot_steps=snapshot_steps) as manager:
+    with CheckpointManager(tmp_path, config, snapshots=Snapshots(snapshot_steps)) as manager:
         for step in range(2):
             state["n"] = step
             manager.step_end(step, state)

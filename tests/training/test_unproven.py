@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, open_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume, load_checkpoint, open_checkpoint
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.cli.running import run, run_json
+from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(16, 32))
@@ -256,7 +257,7 @@ def test_sealed_file_beside_plain_manifest_needs_permission_only_to_be_unsealed(
     del document["auth"]
     overwrite(manifest, json.dumps(document).encode())
     config = CheckpointConfig(enc_key=KEY)
-    with CheckpointManager(tmp_path, config, prefix="net", **allow) as manager:  # type: ignore[arg-type]
+    with manager_on(tmp_path, config, prefix="net", **allow) as manager:
         assert manager.resume().step == 1
 
 
@@ -294,7 +295,7 @@ def test_resume_starts_anew_where_the_caller_says_so(tmp_path: Path) -> None:
     without_manifests(tmp_path)
     state = {"w": np.zeros(3)}
     with CheckpointManager(tmp_path, CheckpointConfig(enc_key=KEY), prefix="net") as manager:
-        assert manager.resume(state, start="new").step == 0
+        assert manager.resume(state, Resume(start="new")).step == 0
         manager.save(1, state)
         assert manager.resume(state).step == 1
     assert (tmp_path / "net-3.ckpt").exists()
@@ -304,7 +305,7 @@ def test_run_that_starts_anew_removes_nothing_of_the_runs_before(tmp_path: Path)
     train(tmp_path, range(1, 4))
     config = CheckpointConfig(enc_key=KEY, keep="last(1)")
     with CheckpointManager(tmp_path, config, prefix="net") as manager:
-        assert manager.resume(start="new").is_fresh
+        assert manager.resume(None, Resume(start="new")).is_fresh
         for step in (1, 2):
             manager.save(step, {"w": np.full(3, step)})
         assert [c.step for c in manager.checkpoints()] == [1, 2, 3, 2]
@@ -315,4 +316,4 @@ def test_start_that_is_unknown_is_refused(tmp_path: Path) -> None:
         CheckpointManager(tmp_path) as manager,
         pytest.raises(ValueError, match="start must be"),
     ):
-        manager.resume(start="latest")  # type: ignore[arg-type]
+        manager.resume(None, Resume(start="latest"))  # type: ignore[arg-type]

@@ -9,14 +9,15 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.parallel.errors import ResumeFailed
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
+from tests.support.runs import manager_on
 
 
 def _manager(directory: Path, **more: Any) -> CheckpointManager:
-    return CheckpointManager(directory, CheckpointConfig(), prefix="net", **more)
+    return manager_on(directory, CheckpointConfig(), prefix="net", **more)
 
 
 @pytest.mark.parametrize("start", ["newest", "new"])
@@ -31,10 +32,12 @@ def test_value_that_cannot_be_stored_is_refused_at_resume_and_nothing_is_changed
     state = {"w": weights, "files": [object()]}
     manager = _manager(tmp_path)
     with pytest.raises(UnsupportedState, match=r"(?s)state\['files'\]\[0\] is a object.*hint: "):
-        manager.resume(state, start=start)
+        manager.resume(state, Resume(start=start))
     assert weights.tolist() == [0, 0]
     state["files"] = [None]
-    assert manager.resume(state, start=start).is_fresh is (start == "new" or not has_checkpoint)
+    assert manager.resume(state, Resume(start=start)).is_fresh is (
+        start == "new" or not has_checkpoint
+    )
     manager.close()
 
 

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from tools.bench.disk import drop_cache
 from tools.bench.quiet import rest
@@ -31,7 +31,7 @@ def main(part: Part) -> None:
     config = CheckpointConfig(
         format="safetensors", keep="last(1)", remove_redundancy=part.is_replicated
     )
-    with CheckpointManager(directory / "run", config, prefix="net", coordinator=ranks) as manager:
+    with CheckpointManager(directory / "run", config, ranks=Ranks(ranks), prefix="net") as manager:
         for turn in range(part.rounds + 1):
             rest(part.rest_s)
             started = together(f"save {turn}")

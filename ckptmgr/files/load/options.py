@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.checks import check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 
@@ -56,7 +55,7 @@ def read_options(
                 format="ckpt" if dec_mode else "safetensors",
                 is_for_reading=True,
             ),
-            trusted_keys=check_trusted_keys(trusted_keys),
+            trusted_keys=trusted_keys,
             allow_unsealed=allow_unsealed,
             allow_unencrypted=allow_unencrypted,
         ),

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ckptmgr.config.checks import check_cipher
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
-from ckptmgr.config.surfaces import check_for_dcp
+from ckptmgr.config.surfaces import DCP, SLICED, check_surface
 from ckptmgr.core.names import check_directory, check_prefix, parse_step_name
 from ckptmgr.core.shard_names import SET_FORMAT, is_set_name, set_stem
+from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.integrations.dcp.run import SeriesLocation
@@ -26,7 +27,7 @@ def checked_config(config: CheckpointConfig | None) -> CheckpointConfig:
     if checked.async_save:
         raise ValueError("async_save is decided by dcp.async_save here; leave it out of the config")
     raw = checked.keys.raw if isinstance(checked.keys, Key) else None
-    check_for_dcp(checked)
+    check_surface(checked, DCP, {SLICED: True})
     check_cipher(raw, checked.enc_mode, format="safetensors")
     return checked
 
@@ -50,9 +51,11 @@ def place_of(
         series=prefix,
         trust=trust_of(
             config,
-            trusted_keys=trusted_keys,
-            allow_unsealed=allow_unsealed,
-            allow_unencrypted=allow_unencrypted,
+            Trust(
+                trusted_keys=trusted_keys,
+                allow_unsealed=allow_unsealed,
+                allow_unencrypted=allow_unencrypted,
+            ),
         ),
         fs=fs,
         clock=clock,

@@ -44,7 +44,6 @@ from ckptmgr.integrations.keras.variables import (
 )
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch, mismatch
-from ckptmgr.training.manager import CheckpointManager
 
 _BACKENDS = ("jax", "torch")
 _PARTS = {
@@ -81,8 +80,8 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             `val_loss` and so on; those of a validation belong to the last step of the epoch.
         counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts and
             arrays in their public attributes. Give them to `fit` as well, before this one.
-        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
-            no `coordinator`, because only training in one process is supported.
+        options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
+            others. There are no `ranks`, because only training in one process is supported.
 
     Attributes:
         manager: The `CheckpointManager`, to list, pin or load checkpoints.
@@ -101,15 +100,11 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         **options: Any,
     ) -> None:
         super().__init__()
-        if options.get("coordinator") is not None:
-            raise ValueError(
-                "coordinator= has no effect in CheckpointCallback, which saves runs of one process: leave it out"
-            )
         if keras.backend.backend() not in _BACKENDS:
             raise ValueError(
                 f"KERAS_BACKEND={keras.backend.backend()} cannot be resumed bit for bit: choose {' or '.join(_BACKENDS)}"
             )
-        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
+        self.manager = FrameworkManager("CheckpointCallback", directory, config, **options)
         self._counting = tuple(counting)
         self._open = contextlib.ExitStack()  # while `fit` trains
         self._is_entered = self._has_begun = self._is_stopping = False

@@ -24,12 +24,14 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ckptmgr.config.checks import check_options
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.notes import add_note
@@ -50,13 +52,15 @@ from ckptmgr.integrations.lightning.optimizers import (
 from ckptmgr.integrations.lightning.progress import start_next_epoch
 from ckptmgr.observe.observers import Observer
 from ckptmgr.state.global_random import GlobalRandom
-from ckptmgr.training.manager import CheckpointManager
 
 if TYPE_CHECKING:
-    from ckptmgr.crypto.keys.signing import PublicKey
+    from ckptmgr.config.subjects import Resume
+    from ckptmgr.core.trust import Trust
 
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
+_OLD = ("start", "trusted_keys", "allow_unsealed", "allow_unencrypted")
+_PARAMETERS = ("prefix", "resume", "trust", "observe")
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _ACCUMULATION = "GradientAccumulationScheduler"
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
@@ -92,11 +96,11 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         directory: Directory of the checkpoints.
         config: When and how to save, what to keep.
         prefix: Name of the series.
-        start: `newest`, or `new` to allow a start at step 0 beside the present checkpoints.
-        trusted_keys: As for `CheckpointManager`.
-        allow_unsealed: As for `CheckpointManager`.
-        allow_unencrypted: As for `CheckpointManager`.
+        resume: How the run resumes; `Resume(start="new")` allows a start at step 0 beside the present
+            checkpoints.
+        trust: As for `CheckpointManager`.
         observe: As for `CheckpointManager`.
+        old: Fields of the last two as arguments, as in the last release, which warn.
 
     Attributes:
         manager: The `CheckpointManager`, to list, pin or load checkpoints.
@@ -112,25 +116,23 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         config: CheckpointConfig | None = None,
         *,
         prefix: str = "ckpt",
-        start: Literal["newest", "new"] = "newest",
-        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
-        allow_unsealed: bool = False,
-        allow_unencrypted: bool = False,
+        resume: Resume | None = None,
+        trust: Trust | None = None,
         observe: Observer | Iterable[Observer] | None = None,
+        **old: Any,
     ) -> None:
-        if start not in ("newest", "new"):
-            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
         super().__init__()
-        self.manager: CheckpointManager = FrameworkManager(
+        check_options("ManagerCheckpoint", old, options=_OLD, parameters=_PARAMETERS)
+        self.manager = FrameworkManager(
+            "ManagerCheckpoint",
             directory,
             config,
             prefix=prefix,
-            trusted_keys=trusted_keys,
-            allow_unsealed=allow_unsealed,
-            allow_unencrypted=allow_unencrypted,
+            resume=resume,
+            trust=trust,
             observe=observe,
+            **old,
         )
-        self._start: Literal["newest", "new"] = start
         self._io: ManagerIO | None = None
         self._loaders = TrainingLoaders(self.manager, self._put_random_back)
         self._random: Mapping[str, object] | None = None
@@ -204,13 +206,13 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         if trainer.global_step and trainer.global_step == self._ended_step:
             return  # a second fit of the same trainer
         newest = self.manager.latest()
-        if newest is not None and self._start == "newest":
+        if newest is not None and self.manager.how.start == "newest":
             raise ValueError(
                 f"{newest.path} is of step {newest.step}, and this fit does not resume it (Lightning's ckpt_path='last' finds"
                 " only its own files): pass ckpt_path=checkpoints.latest() to fit, or start a new run beside it with"
-                " ManagerCheckpoint(..., start='new')"
+                " ManagerCheckpoint(..., resume=Resume(start='new'))"
             )
-        self.manager.resume(start=self._start)
+        self.manager.resume()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Give back what Lightning does not resume, such as the metrics; warn of the rest."""
@@ -361,7 +363,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             )
         random = GlobalRandom()
         of_start = random.state_dict()
-        found = self.manager.resume()
+        found = self.manager.resume(None, replace(self.manager.how, start="newest"))
         if found.is_fresh:
             reasons = "; ".join(f"{one.checkpoint.name}: {one.reason}" for one in found.skipped)
             raise CheckpointNotFound(

@@ -28,8 +28,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.config.checks import check_file_mode, check_is_bool
+from ckptmgr.config.checks import check_file_mode
 from ckptmgr.config.keys import check_given_key
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.files.save.single_file import remove_single_file
 from ckptmgr.files.state_file import load_state, save_state

@@ -36,7 +36,6 @@ from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.callback_values import MetricsSource
-from ckptmgr.training.manager import CheckpointManager
 
 _UNSEEDED = 5489  # std::mt19937::default_seed; the data then draw a seed of their own
 _OF_LOSS_SCALE = ("loss_scale", "cur_iter", "last_overflow_iter", "bad_step")
@@ -58,8 +57,8 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
         directory: Directory of the checkpoints.
         config: When and how to save, what to keep. Metrics are the loss, as `loss`, and those of the
             evaluations of `Model.fit`, which the checkpoint of the last step of an epoch has.
-        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
-            no `coordinator`, because only training in one process is supported.
+        options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
+            others. There are no `ranks`, because only training in one process is supported.
 
     Attributes:
         manager: The `CheckpointManager`, to list, pin or load checkpoints.
@@ -74,12 +73,10 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
         config: CheckpointConfig | None = None,
         **options: Any,
     ) -> None:
-        if options.get("coordinator") is not None:
-            raise ValueError(
-                "coordinator= has no effect in CheckpointCallback, which saves runs of one process: use ModelCheckpoint"
-            )
         super().__init__()
-        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
+        self.manager = FrameworkManager(
+            "CheckpointCallback", directory, config, instead="use ModelCheckpoint", **options
+        )
         self._model: Any = None
         self._first_epoch = 0
         self._step = 0

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.keys import resolve_keys
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.files.serialization_arguments import checked_strings

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from safetensors import SafetensorError
 from safetensors import safe_open as library_open
 
-from ckptmgr.config.checks import check_is_bool
 from ckptmgr.config.keys import check_given_key
+from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of

@@ -22,10 +22,11 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -49,7 +50,6 @@ from ckptmgr.integrations.transformers.files import random_of_trainer, text_of, 
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.optimizers import class_of
 from ckptmgr.state.paths import StateMismatch
-from ckptmgr.training.manager import CheckpointManager
 
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
 
@@ -61,10 +61,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         directory: Directory of the checkpoints.
         config: When and how to save, and what to keep. Metrics have the names of the Trainer:
             `loss`, `eval_loss` and so on; a checkpoint has those that were logged at its step.
-        start: `newest`, or `new` to allow `train()` to begin at step 0 beside the present checkpoints,
-            without `materialize()`.
-        options: As for `CheckpointManager`: `prefix`, `grace`, `trusted_keys` and others. There is
-            no `coordinator`, because only training in one process is supported.
+        options: `resume=Resume(start="new")` allows `train()` to begin at step 0 beside the present
+            checkpoints, without `materialize()`. Others as for `CheckpointManager`: `prefix`, `stop`,
+            `trust` and so on. There are no `ranks`, because only training in one process is
+            supported.
 
     Raises:
         TypeError, ValueError: As `CheckpointManager`.
@@ -74,18 +74,9 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self,
         directory: str | os.PathLike[str],
         config: CheckpointConfig | None = None,
-        *,
-        start: Literal["newest", "new"] = "newest",
         **options: Any,
     ) -> None:
-        if start not in ("newest", "new"):
-            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
-        if options.get("coordinator") is not None:
-            raise ValueError(
-                "coordinator= has no effect in CheckpointCallback, which saves runs of one process: leave it out"
-            )
-        self.manager: CheckpointManager = FrameworkManager(directory, config, **options)
-        self._start = start
+        self.manager = FrameworkManager("CheckpointCallback", directory, config, **options)
         self._has_key = config is not None and config.enc_key is not None
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
@@ -144,7 +135,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         self._check_is_entered()
-        start = self.manager.resume()
+        start = self.manager.resume(None, replace(self.manager.how, start="newest"))
         self._has_asked, self._resumed = True, None
         if start.checkpoint is None:
             return None
@@ -275,12 +266,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._model = self._stored_model = None
         has_asked, self._has_asked = self._has_asked, False
         newest = None if has_asked else self.manager.latest()
-        if newest is not None and self._start == "new":
-            self.manager.resume(start="new")
+        if newest is not None and self.manager.how.start == "new":
+            self.manager.resume()
         elif newest is not None:
             raise ValueError(
                 f"{newest.path} is of step {newest.step}, and this training begins at step {state.global_step}, without it:"
-                f" write {CALL} to go on from it, or begin a new run beside it with CheckpointCallback(..., start='new')"
+                f" write {CALL} to go on from it, or begin a new run beside it with"
+                " CheckpointCallback(..., resume=Resume(start='new'))"
             )
         if self._resumed is None:
             return

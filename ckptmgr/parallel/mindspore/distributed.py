@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.config.checks import check_trusted_keys
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
+from ckptmgr.core.trust import public_keys
 from ckptmgr.files.load.network import load_into
 from ckptmgr.files.load.values import MapArrays, Value, tensor_value
 from ckptmgr.files.serialization import load_checkpoint
@@ -216,7 +216,7 @@ def load_segmented_checkpoints(
         raise ValueError(
             f"The dst_strategy_file: {ckpt_file_dir} doesn't exist. Or it's not a directory"
         )
-    trusted = check_trusted_keys(trusted_keys)
+    trusted = public_keys(trusted_keys)
     found: dict[str, Value] = {}
     files = sorted(directory.glob("*.ckpt"))
     with OpenRankFiles(

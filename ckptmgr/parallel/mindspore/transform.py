@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.config.checks import check_cipher, check_cipher_mode, check_raw_key, check_trusted_keys
+from ckptmgr.config.checks import check_cipher, check_cipher_mode, check_raw_key
 from ckptmgr.core.names import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
@@ -288,7 +288,7 @@ def reading_options(
     return ReadOptions(
         trust=Trust(
             keys=key,
-            trusted_keys=check_trusted_keys(trusted_keys),
+            trusted_keys=trusted_keys,
             allow_unsealed=allow_unsealed,
             allow_unencrypted=allow_unencrypted,
         ),

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.torch_ranks import run_ranks
@@ -75,7 +76,7 @@ def main(directory: Path, action: str, format: str) -> None:
     config = CheckpointConfig(format=format, remove_redundancy=True)
     state = {"model": model, "optimizer": optimizer, "rank": coordinator.rank}
     with CheckpointManager(
-        directory, config, prefix="fsdp", coordinator=coordinator, rank_timeout_s=60
+        directory, config, ranks=Ranks(coordinator, timeout_s=60), prefix="fsdp"
     ) as manager:
         step(model, optimizer, 1)  # the optimizer makes its tensors in its first step
         if action == "save":

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # n
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
+from ckptmgr import Ranks  # noqa: E402
 from ckptmgr.config.config import CheckpointConfig  # noqa: E402
 from ckptmgr.core.errors import (  # noqa: E402
     CheckpointNotFound,
@@ -561,7 +562,7 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
         manager.save(1, {"w": np.ones(2)})
     assert "UnsupportedCheckpoint: " in refusal(tmp_path / "single")
     ranks = Seat(Meeting(1), 0)
-    with CheckpointManager(tmp_path / "ranks", coordinator=ranks) as manager:
+    with CheckpointManager(tmp_path / "ranks", ranks=Ranks(ranks)) as manager:
         manager.save(1, {"w": np.ones(2)})
     assert "was not saved through torch" in refusal(tmp_path / "ranks")
     dcp.save(state, storage_writer=StorageWriter(tmp_path / "e", CONFIGS["encrypted"], step=1))

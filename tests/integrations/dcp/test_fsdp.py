@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from ckptmgr import Ranks  # noqa: E402
 from ckptmgr.config.config import CheckpointConfig  # noqa: E402
 from ckptmgr.core.errors import UnsupportedState  # noqa: E402
 from ckptmgr.files.load.state import state_metadata  # noqa: E402
@@ -168,7 +169,7 @@ def test_integrated_save_of_a_dtensor_is_refused_at_the_first_save(tmp_path: Pat
 
     part = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
     config = CheckpointConfig(integrated_save=True)
-    manager = CheckpointManager(tmp_path, config, coordinator=Seat(Meeting(1), 0))
+    manager = CheckpointManager(tmp_path, config, ranks=Ranks(Seat(Meeting(1), 0)))
     with pytest.raises(RankFailed, match="integrated_save has no effect on slices"):
         manager.save(1, {"w": part})
 

@@ -17,13 +17,7 @@ import numpy as np
 import pytest
 
 import ckptmgr.parallel
-from ckptmgr import (
-    CheckpointConfig,
-    CheckpointManager,
-    ModelCheckpoint,
-    RankFailed,
-    load_checkpoint,
-)
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, load_checkpoint
 from ckptmgr import save_checkpoint as save_file
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
@@ -47,6 +41,7 @@ from ckptmgr.parallel import (
 from tests.cli.running import run
 from tests.parallel.mindspore.test_transform import GOLDEN, assert_same, loaded
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop, data_files
 
 ROOT = Path(__file__).parents[3]
@@ -80,11 +75,11 @@ def _unset() -> Iterator[None]:
 
 
 def manager(directory: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(directory, CheckpointConfig(), **options)
+    return manager_on(directory, CheckpointConfig(), **options)
 
 
 def callback(directory: Path, **options: Any) -> ModelCheckpoint:
-    return ModelCheckpoint("net", str(directory), CheckpointConfig(), **options)
+    return callback_on("net", str(directory), CheckpointConfig(), **options)
 
 
 Surface = Callable[..., CheckpointManager | ModelCheckpoint]
@@ -112,9 +107,7 @@ def saved_by(
     def one(rank: int) -> CheckpointManager:
         config = CheckpointConfig(**options.get("config", {}))
         others = {key: value for key, value in options.items() if key != "config"}
-        with CheckpointManager(
-            directory, config, coordinator=Seat(meeting, rank), **others
-        ) as ours:
+        with manager_on(directory, config, ranks=Ranks(Seat(meeting, rank)), **others) as ours:
             ours.save(1, state_of(rank))
         return ours
 
@@ -441,7 +434,7 @@ def test_strategy_file_of_the_context_cuts_the_network_of_a_callback(tmp_path: P
 
     def one(rank: int) -> bool:
         ours = ModelCheckpoint(
-            "net", str(tmp_path), CheckpointConfig(), coordinator=Seat(meeting, rank)
+            "net", str(tmp_path), CheckpointConfig(), ranks=Ranks(Seat(meeting, rank))
         )
         network = {"w": part(rank)}
         params = SimpleNamespace(
@@ -600,7 +593,7 @@ def test_merging_on_save_is_refused_beside_a_strategy_file(tmp_path: Path) -> No
     context = AutoParallelContext(strategy_ckpt_load_file=strategy(tmp_path / "s.ckpt"))
     config = CheckpointConfig(integrated_save=True)
     with pytest.raises(ValueError, match="integrated_save has no effect"):
-        CheckpointManager(tmp_path, config, coordinator=Seat(Meeting(2), 0), context=context)
+        CheckpointManager(tmp_path, config, ranks=Ranks(Seat(Meeting(2), 0)), context=context)
 
 
 # the context of the process
