@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
+from ckptmgr import CheckpointManager, Ranks
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Pin
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks

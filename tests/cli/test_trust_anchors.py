@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import Trust
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    Trust,
+    load_checkpoint,
+    open_checkpoint,
+)
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.pem import generate_pair
 from tests.cli.running import run, run_process

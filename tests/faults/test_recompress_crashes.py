@@ -6,10 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
+from ckptmgr import Checkpoint, CheckpointConfig
 from ckptmgr.maintenance.recompress import recompress
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.support import api

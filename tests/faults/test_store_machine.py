@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckptmgr import Resume
 from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of

@@ -26,8 +26,7 @@ from ckptmgr import (
 from ckptmgr.files.load.in_place import InPlaceState
 from ckptmgr.files.load.state import StoredState
 from ckptmgr.series.reader import SeriesReader
-from ckptmgr.state.tree import StateMismatch
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import KEY

@@ -11,7 +11,10 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
+    CkptmgrError,
     Resume,
+    StoreLocked,
+    UnsupportedCheckpoint,
     load_checkpoint,
     load_state,
     open_checkpoint,

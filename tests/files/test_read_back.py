@@ -20,8 +20,7 @@ from ckptmgr import (
 )
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import UncachedFile
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import save_run
 from tests.support.surface import Loop

@@ -13,10 +13,10 @@ import pytest
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.files.serialization import save_checkpoint
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite, save_run
 from tests.support.visiteddisk import DiskVisitedAtLock

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
+from ckptmgr import CheckpointManager, Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.store.name_leases import hold_name
 from tests.cli.running import run

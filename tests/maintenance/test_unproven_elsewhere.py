@@ -20,11 +20,9 @@ from ckptmgr import (
     load_checkpoint,
 )
 from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.cli.running import run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 from tests.support.surface import Loop, data_files

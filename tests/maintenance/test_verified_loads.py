@@ -15,7 +15,16 @@ from random import Random
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, Ranks, load_checkpoint, open_checkpoint, save_checkpoint
+from ckptmgr import (
+    CheckpointManager,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    Ranks,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.cli.selectors import select_one
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of

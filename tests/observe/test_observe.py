@@ -42,6 +42,7 @@ from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_wi
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.held import TIMEOUT_S, HeldDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import Loop

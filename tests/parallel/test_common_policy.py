@@ -8,25 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, RankFailed, Ranks, RanksOutOfStep
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
 from ckptmgr.policy.save import (
     AtSteps,
-    CheckpointConfig,
-    CheckpointManager,
     EverySeconds,
     EverySteps,
+    LastSave,
     Never,
-    RankFailed,
-    RanksOutOfStep,
+    SaveDecision,
+    SavePolicy,
 )
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
-from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
 from tests.support import api
 

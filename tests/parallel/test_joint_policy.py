@@ -10,26 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, RankFailed, Ranks, RanksOutOfStep
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.parallel.team import policy_of_all
 from ckptmgr.policy.save import (
     AtSteps,
-    CheckpointConfig,
-    CheckpointManager,
     EverySeconds,
     EverySteps,
+    LastSave,
     Overhead,
-    RankFailed,
-    RanksOutOfStep,
+    SaveDecision,
+    SavePolicy,
 )
-from ckptmgr.store.store import Store
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 
 

@@ -15,7 +15,6 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.parallel.test_sharded_edges import WHOLE

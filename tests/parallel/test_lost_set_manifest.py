@@ -10,10 +10,8 @@ import pytest
 
 from ckptmgr import Ranks
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.store.listing import lone_sets
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks

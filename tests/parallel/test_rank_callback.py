@@ -15,10 +15,17 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks, load_checkpoint
+from ckptmgr import (
+    ModelCheckpoint,
+    RankFailed,
+    Ranks,
+    RanksMissing,
+    RanksOutOfStep,
+    Resumed,
+    load_checkpoint,
+)
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import SaveFailed, UnsupportedState
-from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.strict_json import Json

@@ -11,13 +11,20 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks, Snapshots
+from ckptmgr import (
+    CheckpointManager,
+    RankFailed,
+    Ranks,
+    RanksMissing,
+    RanksOutOfStep,
+    ResumeFailed,
+    Resumption,
+    Snapshots,
+    StateMismatch,
+)
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.temp_names import temp_name

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
+from ckptmgr import CheckpointManager, Ranks
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 
 MIB = 1 << 20

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ckptmgr import (
     Checkpoint,
-    CheckpointManager,
     CkptmgrError,
     CorruptCheckpoint,
     StateMismatch,
@@ -29,9 +28,6 @@ from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.state.paths import dump_skeleton
-from ckptmgr.state.tree import StateMismatch
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job

@@ -15,16 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import Ranks
+from ckptmgr import CheckpointManager, Ranks, Resumption, load_checkpoint
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
-    Resumption,
     SaveFailed,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
-    load_checkpoint,
 )
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel import LayoutError, ParallelLayout

@@ -14,7 +14,6 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Ranks, Resume
 from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, SaveFailed, UnsafeWrite
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.events import Event
 from ckptmgr.parallel import SharedDirectory
 from ckptmgr.remote import mirror as mirrors

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Resume
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Resume, Resumption
 from ckptmgr.core.errors import StoreLocked, UnsafeWrite
-from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.observe.events import Event
 from tests.cli.running import run
 from tests.support import api

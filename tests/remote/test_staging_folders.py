@@ -20,7 +20,7 @@ import pytest
 
 from ckptmgr import CheckpointManager, save_state
 from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
+from tests.support import api
 from tests.support.runs import manager_on
 
 pytest.importorskip("obstore")

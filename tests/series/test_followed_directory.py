@@ -21,6 +21,7 @@ from ckptmgr.io.temp_names import is_temp_of
 from ckptmgr.observe.events import Event
 from ckptmgr.store import catalogue
 from tests.conftest import MEMORY
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import save_run
 

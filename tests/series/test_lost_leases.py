@@ -22,6 +22,8 @@ from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import items, save_run
 from tests.support.surface import Loop

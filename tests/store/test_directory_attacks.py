@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, Trust, load_checkpoint
 from ckptmgr.core.names import extension_of
 from tests.support import api
 from tests.support.saved import overwrite, verify_all

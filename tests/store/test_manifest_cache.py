@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of

@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resume, Resumption, Trust
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    Resume,
+    Resumption,
+    Skipped,
+    Trust,
+)
 from ckptmgr.core.errors import UnprovenCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.name_leases import hold_name

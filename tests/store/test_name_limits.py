@@ -12,9 +12,9 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
 from ckptmgr.core.errors import StoreFull
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.store.name_limits import check_name_lengths
 from tests.parallel.ranks import Meeting, Seat
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.surface import Loop
 

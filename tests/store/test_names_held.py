@@ -25,6 +25,7 @@ from ckptmgr import (
     parse_policy,
     save_checkpoint,
 )
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint

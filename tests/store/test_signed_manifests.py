@@ -34,18 +34,8 @@ from ckptmgr import (
     open_checkpoint,
     save_checkpoint,
 )
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnprovenCheckpoint,
-    UnsealedCheckpoint,
-)
-from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust, public_keys
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.rekey import (

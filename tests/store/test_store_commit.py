@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.model import State
 from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.values import read_values
 from ckptmgr.series.writer import SeriesWriter

@@ -27,6 +27,7 @@ from ckptmgr import (
     CkptmgrError,
     ModelCheckpoint,
     Ranks,
+    RanksMissing,
     Resume,
     load_checkpoint,
     load_state,

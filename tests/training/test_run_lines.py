@@ -23,6 +23,7 @@ from tests.cli.running import run, run_json
 from tests.faults.training import ModelProcesses
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.surface import Loop
 

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 import ckptmgr.parallel
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, load_checkpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    RankFailed,
+    Ranks,
+    load_checkpoint,
+)
 from ckptmgr import save_checkpoint as save_file
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
