@@ -34,7 +34,6 @@ _AT_ADDRESSES = {
     "doctor": "ckptmgr storage probe URL tries what a store guarantees",
     "pin": _NOT_CHANGED,
     "report": "ckptmgr ls URL lists what is there",
-    "rm": "ckptmgr prune URL --keep EXPR --now removes what a policy does not keep",
     "simulate": "ckptmgr prune URL --keep EXPR --dry-run shows what a policy keeps there",
     "stats": "ckptmgr ls URL lists what is there",
     "tag": _NOT_CHANGED,
@@ -311,16 +310,20 @@ def refuse_without_effect(option: str, can: Capabilities, capability: str, *, hi
         raise UsageProblem(refused.message, hint=refused.hint)
 
 
+def check_said_now(can: Capabilities, *, at_once: bool, only_shows: bool) -> None:
+    """Raise UsageProblem unless `--now` is said at a place without a trash."""
+    if not (can.trash or only_shows or at_once):
+        raise UsageProblem(
+            f"{can.name} has no trash: what goes, goes for good",
+            hint="look at the plan with --dry-run, then say --now",
+        )
+
+
 def open_store(directory: Path, *, trust: Trust, clock: Callable[[], float] = time.time) -> Store:
     """Return the store of a directory, or of an address; `clock` returns seconds since the epoch."""
-    from ckptmgr.store.store import Store
+    from ckptmgr.objects.places import open_place
 
-    if is_url(directory):
-        from ckptmgr.objects.place import ObjectPlace
-        from ckptmgr.objects.requests import open_objects
-
-        return ObjectPlace(open_objects(str(directory)), trust=trust, clock=clock)
-    return Store(absolute(directory), trust=trust)
+    return open_place(absolute(directory), trust=trust, clock=clock)
 
 
 def absolute(path: Path) -> Path:

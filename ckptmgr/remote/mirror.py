@@ -442,14 +442,14 @@ class MirrorUploads:
 
         Only a run that could not ask when it resumed asks again.
         """
-        here = self._unasked
-        if self._writer.rival is not None:
-            self._stop(self._writer.rival)
+        here, began, rival = self._unasked, self._writer.resumed_from, self._writer.rival
+        if rival is not None:
+            self._give_up(rival)
             return False
         if here is None:
             return True
         related: Sequence[Checkpoint] = ()
-        if self._writer.resumed_from is not None:
+        if began is not None:
             related = ask_for_newer(self.directory, here, trust=self._store.trust).related
         with self._changed:
             is_asked_meanwhile = self._unasked is not here
@@ -462,17 +462,18 @@ class MirrorUploads:
         ]
         if newer:
             newest = max(newer, key=lambda one: one.order)
-            self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
+            error = _rival(newest, here, f"{self.url}/{newest.name}")
+            if not self._writer.stop(error, began=began):  # it has begun anew meanwhile
+                return self._is_sole_writer()
+            _LOG.warning("%s", error)
+            self._observers.emit("mirror", error, series=self._writer.series)
+            self._give_up(error)
             return False
         self._writer.hold_back((), "")
         return True
 
-    def _stop(self, error: StoreLocked) -> None:
-        """Refuse the saves of the run from now on, and give up all uploads."""
-        if self._writer.rival is None:
-            self._writer.rival = error
-            _LOG.warning("%s", error)
-            self._observers.emit("mirror", error, series=self._writer.series)
+    def _give_up(self, error: StoreLocked) -> None:
+        """Give up all uploads."""
         with self._changed:
             queued = (*self._missing, *self._waiting, self._current)
             self._missing, self._waiting, self._has_to_catch_up = [], [], False

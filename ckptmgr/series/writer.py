@@ -254,13 +254,22 @@ class SeriesWriter:
 
         Its checkpoints so far count as those of another run.
         """
-        if self._last_saved is not None:
-            self.run_id = uuid.uuid4().hex
-        self.resumed_from, self.parent_run_ids = None, ()
-        self.starts_anew = True
-        self.rival = None
+        with self._opening:
+            if self._last_saved is not None:
+                self.run_id = uuid.uuid4().hex
+            self.resumed_from, self.parent_run_ids = None, ()
+            self.starts_anew = True
+            self.rival = None
         self.hold_back((), "")
         self.target.begin_at()
+
+    def stop(self, rival: StoreLocked, *, began: Checkpoint | None) -> bool:
+        """Refuse the saves of the run from now on, if it still continues `began`; return whether."""
+        with self._opening:
+            if self.resumed_from is not began:
+                return False
+            self.rival = rival
+            return True
 
     @property
     def last_saved(self) -> Checkpoint | None:
@@ -279,7 +288,8 @@ class SeriesWriter:
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Continue the run of a checkpoint: its checkpoints now count as those of this run."""
-        self.resumed_from, self.starts_anew, self.rival = checkpoint, False, None
+        with self._opening:
+            self.resumed_from, self.starts_anew, self.rival = checkpoint, False, None
         self._damaged.pop((checkpoint.path, checkpoint.id), None)  # a mirror had it whole
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)

@@ -234,3 +234,24 @@ def test_removal_that_the_store_denies_is_reported(
     assert "held by an object lock" in result.stderr
     assert "may not be listed" in result.stderr
     assert len(_names(url)) == 3
+
+
+def test_named_checkpoint_there_goes_for_good_and_the_last_good_one_stays(url: str) -> None:
+    one = f"{url}/net-1_1.ckpt"
+    refused = run("rm", one, "--yes")
+    assert (refused.exit_code, "say --now" in refused.stderr) == (2, True)
+    assert run("rm", one, "--dry-run").stdout.splitlines()[-1].startswith("would remove 1 ")
+    assert run("rm", one, "--now", "--yes").exit_code == 0
+    assert _names(url) == {"net-1_2.ckpt", "net-1_3.ckpt"}
+    newest = run("rm", f"{url}/net-1_3.ckpt", "--now", "--yes")
+    assert (newest.exit_code, "the newest good one" in newest.stderr) == (13, True)
+    assert run("rm", "3", "--dir", url, "--now", "--yes", "--force").exit_code == 0
+    last = run("rm", f"{url}/net-1_2.ckpt", "--now", "--yes", "--force")
+    assert (last.exit_code, "the last good checkpoint" in last.stderr) == (13, True)
+    assert len(open_objects(url).list("data/")) == 1
+
+
+def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
+    refused = run("rm", url, "--now", "--yes")
+    assert (refused.exit_code, "prune removes by a policy" in refused.stderr) == (2, True)
+    assert len(_names(url)) == 3

@@ -121,7 +121,6 @@ _REFUSING = [
     ("rekey", _URL, "--key", "KEY", "--add", "KEY"),
     ("repair", _URL),
     ("report", _URL),
-    ("rm", f"{_URL}/x.ckpt"),
     ("sign", _URL, "--private-key", "KEY"),
     ("simulate", "last(2)", _URL),
     ("stats", _URL),
@@ -148,7 +147,6 @@ def test_command_that_takes_paths_only_refuses_an_address(
     ("command", "instead"),
     [
         (("doctor", _URL), "ckptmgr storage probe URL"),
-        (("rm", f"{_URL}/x.ckpt"), "ckptmgr prune URL --keep EXPR --now"),
         (("simulate", "last(2)", _URL), "ckptmgr prune URL --keep EXPR --dry-run"),
         (("pin", "1", "--dir", _URL), "never changed"),
         (("watch", _URL, "--once"), "--mirror URL"),

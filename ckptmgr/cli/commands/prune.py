@@ -170,11 +170,7 @@ def _check_options(ctx: click.Context, store: Store, *, only_shows: bool) -> Non
     for name in sorted(given & {"undo", "grace"}):
         hint = "look at the plan with --dry-run before anything goes"
         options.refuse_without_effect(f"--{name}", store.can, "trash", hint=hint)
-    if not (store.can.trash or only_shows or "at_once" in given):
-        raise UsageProblem(
-            f"{store.can.name} has no trash: what goes, goes for good",
-            hint="look at the plan with --dry-run, then say --now",
-        )
+    options.check_said_now(store.can, at_once="at_once" in given, only_shows=only_shows)
 
 
 def _check_can_ask(

@@ -24,7 +24,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.json_fields import has_known_step
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.places import Entry, Place
+    from ckptmgr.cli.places import Entry, ListedPlace
 
 _HEADER = ("RUN", "COUNT", "SIZE", "SHARE", "STEP", "SAVED", "KINDS")
 _DAY_S = 86_400
@@ -107,7 +107,7 @@ def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
         yield _Run(directory=directory, run=run, checkpoints=checkpoints)
 
 
-def _trash_bytes(places: Sequence[Place]) -> int:
+def _trash_bytes(places: Sequence[ListedPlace]) -> int:
     from ckptmgr.maintenance.foreign.place import ForeignTrash
     from ckptmgr.store.trash import DirectoryTrash
 
