@@ -115,7 +115,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def said(trouble: Callable[[Path], None], directory: Path, log: pytest.LogCaptureFixture) -> str:
-    """Return what a user sees: the error with its class, or the last warning."""
+    """Return the message to a user: the error with its class, or the last warning."""
     log.clear()
     try:
         trouble(directory)
