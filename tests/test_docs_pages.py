@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README and the pages: what they show runs in the order in which it stands, from an empty folder."""
+"""The README and the pages: their examples run in the order of the page, from an empty folder."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from tests.cli.running import run
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.saved import flip
@@ -63,7 +63,7 @@ def filled(directory: Path) -> None:
 
     def rank(number: int) -> None:
         seat = Seat(meeting, number)
-        with CheckpointManager(directory, prefix="net", coordinator=seat) as manager:
+        with CheckpointManager(directory, prefix="net", ranks=Ranks(seat)) as manager:
             manager.resume({"w": np.zeros(4)})
             manager.save(5, {"w": np.full(4, 5.0)})
 

@@ -22,6 +22,7 @@ from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.policy.forecast import Demand, Forecast, Pace
 from tests.support.failingdisk import FailingDisk
 from tests.support.forked import run_forked
+from tests.support.runs import manager_on
 from tests.support.saved import flip
 
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 def save(directory: Path, *steps: int, prefix: str = "net", fs: Any = None, **config: Any) -> None:
     """Save steps of a run that does not resume."""
-    with CheckpointManager(directory, CheckpointConfig(**config), prefix=prefix, fs=fs) as manager:
+    with manager_on(directory, CheckpointConfig(**config), prefix=prefix, fs=fs) as manager:
         for step in steps:
             manager.save(step, STATE)
 
@@ -115,7 +116,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def said(trouble: Callable[[Path], None], directory: Path, log: pytest.LogCaptureFixture) -> str:
-    """Return what a user sees: the error with its class, or the last warning."""
+    """Return the message to a user: the error with its class, or the last warning."""
     log.clear()
     try:
         trouble(directory)

@@ -63,7 +63,7 @@ class BegunSave:
 
 
 class Commit(Protocol):
-    """What the processes of a run do together; all of them make the same calls in the same order."""
+    """Steps that the processes of a run do together; all of them make the same calls in the same order."""
 
     @property
     def is_first(self) -> bool:
@@ -197,7 +197,7 @@ class Target(Protocol):
         ...
 
     def begin_at(self) -> None:
-        """Take what is there now as saved before this run."""
+        """Take the present checkpoints as saved before this run."""
         ...
 
     def present_at(self, step: int, last: Checkpoint | None) -> Sequence[Checkpoint]:

@@ -446,7 +446,7 @@ class SeriesWriter:
         return plan(own, applied, self._utc_now(), protected=self._protected())
 
     def _decided(self, policy: RetentionPolicy) -> Retained:
-        """Return what a policy drops of the checkpoints that are there now."""
+        """Return the checkpoints that a policy drops now."""
         present = self.listing.scan()
         lineage = self.own_runs
         own = [one for one in present if one.run_id in lineage]

@@ -27,8 +27,8 @@ class _Subtree:
 def values_of(skeleton: str) -> dict[str, StateValue]:
     """Return the values beside the tensors by path, such as `optimizer/lr`, in the order of the state.
 
-    A container is no value of its own, unless it is empty or neither dict, list nor tuple. What
-    JSON has no type for is a text: its kind, and its stored form.
+    A container is no value of its own, unless it is empty or neither dict, list nor tuple. A
+    value without a type in JSON is a text: its kind, and its stored form.
 
     Raises:
         TreeError: The skeleton is damaged.

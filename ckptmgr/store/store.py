@@ -476,7 +476,7 @@ class Store:
         return self.finish_moves(series) + self.recover(series)
 
     def leftovers(self, found: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return what is left of interrupted saves and is in no listing: nothing."""
+        """Return the leftovers of interrupted saves that are in no listing: none."""
         del found
         return []
 

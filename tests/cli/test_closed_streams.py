@@ -101,7 +101,7 @@ ALL: Mapping[str, Callable[[Path], Arguments]] = {
 def ended(
     forker: Preloaded, arguments: Arguments, *, out: int, err: int, **more: object
 ) -> tuple[int, str]:
-    """Run a command with these streams, and return its exit code and what it wrote to a pipe at -1."""
+    """Run a command with these streams, and return its exit code and its output to a pipe at -1."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     streams = (null, writer if out < 0 else out, writer if err < 0 else err)

@@ -35,7 +35,7 @@ PEM_FILES = {"x25519": "alice", "mlkem768-x25519": "bob", "ed25519": "signer", "
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """Files with secrets, and what is in them."""
+    """Files with secrets, and their content."""
 
     folder: Path
     keys: dict[str, api.Key]

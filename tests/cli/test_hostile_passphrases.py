@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger's files that ask for dear stretching of passphrases: what they cost a command and a program, in all."""
+"""A stranger's files that ask for dear stretching of passphrases: their total cost for a command and a program."""
 
 from __future__ import annotations
 

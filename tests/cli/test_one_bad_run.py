@@ -112,7 +112,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def answer(result: Result, series: str) -> list[dict[str, Any]]:
-    """Return the items about a series, without what the clock decides."""
+    """Return the items about a series, without the fields that the clock decides."""
     assert "internal error" not in result.stderr, result.stderr
     items = json.loads(result.stdout)["items"]
     for item in items:
@@ -285,7 +285,7 @@ def test_folder_that_may_not_be_read_is_named_and_the_rest_is_answered(
             result = run(*arguments)
             return result.exit_code, result.stdout, result.stderr
 
-        act()  # what it imports is imported then
+        act()  # its imports are done then
         shutil.rmtree(tree / "a/.ckptmgr-checks", ignore_errors=True)
         answered = as_user(act)
     assert isinstance(answered, list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about what takes long: when it appears, what it says, and that it harms nothing."""
+"""The progress line: when it appears, its text, and that it harms nothing."""
 
 from __future__ import annotations
 

@@ -458,7 +458,7 @@ class Terminal:
         os.close(terminal)
 
     def question(self) -> bytes:
-        """Return what is shown up to the question."""
+        """Return the output up to the question."""
         shown = b""
         while b"[y/N]: " not in shown:
             shown += os.read(self._leader, 4096)
@@ -554,7 +554,7 @@ def test_trash_of_a_stranger_is_not_used(runs: Path) -> None:
     os.chown(runs, 12345, 12345)
     runs.chmod(
         0o1777
-    )  # as /tmp: everybody may put something there, and nobody may touch what others put
+    )  # as /tmp: every user may add files there, and none may touch those of others
     (runs / TRASH_NAME).mkdir()
     os.chown(runs / TRASH_NAME, 777, 777)
     before = steps(runs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr rekey` and `ckptmgr reencrypt`: who opens what afterwards, what is said, what is refused."""
+"""`ckptmgr rekey` and `ckptmgr reencrypt`: who opens what afterwards, messages, refusals."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.support.saved import flip
 
 
 def spellings(secret: bytes) -> dict[str, bytes]:
-    """Return what a key may look like, by name; base64 without its end, which depends on what follows."""
+    """Return what a key may look like, by name; base64 without its end, which depends on the following bytes."""
     return {
         "raw": secret,
         "hex": secret.hex().encode(),
@@ -89,7 +89,7 @@ def transcript(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> Transcript:
-    """What is written down while a test runs; logs are at their most talkative, temporary files under the test's."""
+    """All that is written while a test runs; logs are at their most talkative, temporary files under the test's."""
     caplog.set_level(logging.DEBUG)
     for name in ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         folder = tmp_path / name.lower()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--key` more than once: what is read opens with any of them, what is written is for all of them."""
+"""`--key` more than once: a file that is read opens with any of them, a written one is for all of them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option that takes the file of a key: what others could have put there is refused, and a FIFO never hangs."""
+"""Every option that takes the file of a key: a file that others could have put there is refused, and a FIFO never hangs."""
 
 from __future__ import annotations
 

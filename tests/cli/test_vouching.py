@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command signs or authenticates anew was proven before: nothing that a stranger put there becomes trusted by it."""
+"""A command signs or authenticates only content that was proven before: no file of a stranger becomes trusted by it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr watch` beside real training runs: what it reports, does, and ends with."""
+"""`ckptmgr watch` beside real training runs: its reports, actions and exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cli.watching import training, watching
 from tests.support import api
 from tests.support.saved import overwrite, save_run, tree_of
 
-NEVER = ("--poll", "1d")  # what is reported was heard of by an event
+NEVER = ("--poll", "1d")  # each report comes from an event
 
 
 def damage(path: Path) -> None:

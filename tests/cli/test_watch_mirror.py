@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr watch --mirror`: what it uploads, to which address, and its alarms."""
+"""`ckptmgr watch --mirror`: its uploads, their address, and its alarms."""
 
 from __future__ import annotations
 

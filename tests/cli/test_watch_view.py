@@ -62,7 +62,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What was written, without the sequences that steer a terminal."""
+        """The output, without the sequences that steer a terminal."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
 
     def press_ctrl_c(self) -> int:

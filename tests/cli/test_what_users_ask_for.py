@@ -153,7 +153,7 @@ def test_half_written_checkpoints_have_a_state_and_no_run_resumes_from_them(tmp_
 
 
 def test_plan_shows_policy_filters_reasons_near_misses_bytes_and_files(tmp_path: Path) -> None:
-    """See borg 2886, 6791, 7511, restic 1876, 5393, 5749: what goes, what stays, and why."""
+    """See borg 2886, 6791, 7511, restic 1876, 5393, 5749: which ones go, which ones stay, and why."""
     save_run(tmp_path, [1, 2, 3, 4], metrics={step: {"loss": step / 10} for step in (1, 2, 3, 4)})
     keep = "last(1) | best(1, loss, min)"
     shown = run("prune", tmp_path, "--keep", keep, "--filter", "step<3", "--dry-run", "-v").stdout

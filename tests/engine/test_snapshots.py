@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SnapshotCache` and the choice of what it evicts."""
+"""`SnapshotCache` and its choice of victims."""
 
 from __future__ import annotations
 

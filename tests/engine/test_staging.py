@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StagingPool`: what is staged, how much memory that takes, and what is left behind."""
+"""`StagingPool`: its copies, their memory, and its leftovers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spill files: how they are written, and what is left of them."""
+"""Spill files: how they are written, and their remains."""
 
 from __future__ import annotations
 

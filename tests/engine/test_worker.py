@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process: what it inherits, what it survives, and what becomes of a save when it dies."""
+"""The worker process: its inheritance, the faults that it survives, and a save whose worker dies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that copy in the background: what is written, what is waited for, and what becomes of those who do not wait."""
+"""Saves that copy in the background: written content, waits, and updates that do not wait."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_save_returns_before_anything_large_is_copied_and_writes_the_state_of_it
             state["small"][...] = step
             handle = saved(manager.save(step, state))
             assert not handle.staged.done()
-            # Forward and backward: numbers, generators and what is small may change.
+            # Forward and backward: numbers, generators and small values may change.
             state["n"] = -1
             state["rng"].random()
             state["small"][...] = -1

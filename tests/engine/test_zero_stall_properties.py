@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a loop saves, waits and updates: what is published is the state of its save(), and misuse is never silent."""
+"""However a loop saves, waits and updates: the published state is that of its save(), and misuse is never silent."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLD = (SaveFailed, SaveSuperseded)
 
 
 class Loop:
-    """A training loop that does what it is told, and notes what each save must hold."""
+    """A training loop that follows orders, and notes the right content of each save."""
 
     def __init__(self, back_pressure: Any, weights: Any, held: HeldStaging) -> None:
         config = CheckpointConfig(

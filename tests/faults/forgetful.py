@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that leaves out one kind of sync, or deletes too early: what the crash tests must catch."""
+"""A disk that leaves out one kind of sync, or deletes too early: faults that the crash tests must catch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.failingdisk import FailingDisk
 
 
 class Forgotten(enum.Enum):
-    """What is left out; of the directory syncs, the one after this change."""
+    """The step that is left out; of the directory syncs, the one after this change."""
 
     NOTHING = "nothing"
     DATA_SYNC = "data written"

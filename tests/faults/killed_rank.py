@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a job, which kills itself at a chosen call to the disk: `python -m tests.faults.killed_rank ...`.
 
-It prints one line: `saved`, or what it raised.
+It prints one line: `saved`, or its error.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop sees when its saves run elsewhere and something goes wrong: disks, forks, signals, deaths, exits."""
+"""A training loop whose saves run elsewhere, and fail: disks, forks, signals, deaths, exits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def steps(manager: CheckpointManager) -> list[int]:
 
 
 def settle(callback: ModelCheckpoint) -> None:
-    """Wait for what is in flight, and leave its failure to the next call."""
+    """Wait for saves in flight, and leave its failure to the next call."""
     callback._engine.wait_until_idle()
 
 

@@ -92,7 +92,7 @@ def test_death_at_every_call_loses_nothing_and_the_next_export_cleans_up(
 
 
 def left_behind(tmp_path: Path, kind: str) -> Path:
-    """Return what a killed export left beside `out`."""
+    """Return the files that a killed export left beside `out`."""
     left = tmp_path / f".out.export-{'0' * 16}.{kind}"
     export_weights(save_state(OLD, tmp_path / "old.ckpt").path, left)
     return left

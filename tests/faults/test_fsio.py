@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real disk: what `OsFileSystem` promises beyond what the model mirrors."""
+"""The real disk: promises of `OsFileSystem` that the model does not mirror."""
 
 from __future__ import annotations
 

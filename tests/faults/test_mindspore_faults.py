@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which MindSpore 2.10 was seen to lose checkpoints, and that ours does not: disks that fail, and kills.
 
-The numbers are those of the experiments with the real MindSpore; "MindSpore" says what came of them there. What was lost by
+The numbers are those of the experiments with the real MindSpore; "MindSpore" has their result there. Data lost by
 formats and encryption is in test_mindspore_file_faults.
 """
 

@@ -46,7 +46,7 @@ _MALFORMED = {
 def test_format_1_4_malformed_entry_is_refused_without_taking_memory(
     tmp_path: Path, what: str
 ) -> None:
-    """MindSpore: fills in what is missing, merges what is double, allocates 2 GiB, or crashes with SIGSEGV."""
+    """MindSpore: fills in missing values, merges double ones, allocates 2 GiB, or crashes with SIGSEGV."""
     path = bare(tmp_path / "x.ckpt", encode_bytes_field(1, _MALFORMED[what]))
     tracemalloc.start()
     try:

@@ -28,7 +28,7 @@ OFFSETS = st.integers(-1, 9) | st.just(5000)
 
 
 def outcome(call: Callable[[], object]) -> object:
-    """Return what the call returned, or what tells its error apart."""
+    """Return the result of the call, or the mark of its error."""
     try:
         return call()
     except OSError as error:
@@ -140,7 +140,7 @@ class SameAsTheRealDisk(RuleBasedStateMachine):
             try:
                 with disk.lock(path, owner=owner) as first, disk.lock(path, owner="late") as second:
                     return first, second
-            except StoreLocked as error:  # the real disk names what has the name of the lock
+            except StoreLocked as error:  # the real disk names the entry with the name of the lock
                 raise IsADirectoryError(errno.EISDIR, error.message, str(path)) from error
 
         self.both(holders)

@@ -138,7 +138,7 @@ def test_error_that_stays_is_raised_and_never_leads_to_an_older_checkpoint(
 
 
 def outcome_of(run: Callable[[], int]) -> int | None:
-    """Return what a run returns, or the errno that it raised; a stale lease file is a lease that is lost."""
+    """Return the result of a run, or the errno that it raised; a stale lease file is a lease that is lost."""
     try:
         return run()
     except OSError as raised:

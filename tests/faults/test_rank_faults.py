@@ -176,7 +176,7 @@ def test_failure_of_a_rank_is_the_same_error_on_all(rank: int, error: int) -> No
 
 
 def check_told(raised: BaseException | None, rank: int, error: int) -> None:
-    """Check that an error names the rank and what the disk said there."""
+    """Check that an error names the rank and the error of its disk."""
     if raised is None:
         return
     assert isinstance(raised, SaveFailed), repr(raised)
@@ -217,12 +217,12 @@ def test_rank_that_hangs_and_comes_back_does_no_harm(rank: int) -> None:
             assert NEW in listed(left)
         late |= listed(left) - seen
         check_goes_on(left)
-    # Rank 0 may come back in the middle of the commit: what it commits then is whole, and no file of it was removed.
+    # Rank 0 may come back in the middle of the commit: its commit is then whole, and no file of it was removed.
     assert late == ({NEW} if rank == 0 else set())
 
 
 def save_with_hang(job: Job, rank: int, call: int) -> tuple[list[Outcome[Checkpoint]], set[str]]:
-    """Save step 2 while a rank hangs until all others have given up; also return what was listed at that moment."""
+    """Save step 2 while a rank hangs until all others have given up; also return the listing at that moment."""
     is_over = threading.Event()
     others_left = threading.Semaphore(0)
     seen: set[str] = set()
@@ -251,7 +251,7 @@ def save_with_hang(job: Job, rank: int, call: int) -> tuple[list[Outcome[Checkpo
 def crashes_of_a_save(
     disk_of: Callable[[ModelDisk], api.FileSystem],
 ) -> Iterator[tuple[Crash, set[str] | None]]:
-    """Yield every disk a power cut in a save of step 2 may leave, and what is listed there; None when not all is whole."""
+    """Yield every disk a power cut in a save of step 2 may leave, and the listing there; None when not all is whole."""
 
     def save(disk: ModelDisk) -> None:
         job = Job(disk)

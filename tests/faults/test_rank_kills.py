@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes, a real disk, SIGKILL: the ranks that are left learn what the storage knows."""
+"""Real processes, a real disk, SIGKILL: the remaining ranks learn the state of the storage."""
 
 from __future__ import annotations
 

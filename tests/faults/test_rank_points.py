@@ -69,7 +69,7 @@ class Trial:
     """A job that has saved step 1, and saves step 2 while something happens to a rank.
 
     Attributes:
-        seen: What was listed when the other ranks had given up the one that hangs.
+        seen: The listing when the other ranks had given up the one that hangs.
     """
 
     def __init__(self, point: Point) -> None:

@@ -76,7 +76,7 @@ class Lab:
     empty: Path
 
     def prepared(self, prepare: Callable[[Path], None]) -> Path:
-        """Return an image on which what a function writes is durable."""
+        """Return an image on which all writes of a function are durable."""
         image = copy(self.empty, self.disks.folder / "base.img")
         with self.disks.mounted(image) as disk:
             prepare(

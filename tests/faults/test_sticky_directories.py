@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may do who can add files to a sticky directory, but not remove those of others."""
+"""Rights of a user who can add files to a sticky directory, but not remove those of others."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs, power cuts, full disks, deaths, damage and rollbacks in any order; what was promised must hold after each."""
+"""Runs, power cuts, full disks, deaths, damage and rollbacks in any order; promises must hold after each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ orders = st.sampled_from(Order)
 
 @dataclass
 class Known:
-    """What the machine knows about the directory.
+    """Knowledge of the machine about the directory.
 
     Attributes:
         intact: Name to value of the checkpoints that were promised, oldest commit first.
@@ -157,7 +157,7 @@ class Training(RuleBasedStateMachine):
         is_promised = self.is_saved_before_cut(self.run, forward, after)
         self.cut(order, which)
         self.found_after_fault(self.run, is_promised=is_promised)
-        self.known.undurable.clear()  # what is there after a power cut stays
+        self.known.undurable.clear()  # content that survived a power cut stays
         self.run = None
 
     @precondition(lambda self: self.run is not None)

@@ -52,7 +52,7 @@ def name_of(step: str) -> str:
 
 
 def noted(journal: Sequence[str], what: str) -> list[str]:
-    """Return what the lines of one kind say, in their order."""
+    """Return the texts of the lines of one kind, in their order."""
     return [line.partition(" ")[2] for line in journal if line.startswith(f"{what} ")]
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that share one directory until they are killed: a run, a prune, a verify and a `save_checkpoint` over old names.
 
-They note what they do, in the order in which it happens, in one file, `journal`:
+They note their acts, in the order in which they happen, in one file, `journal`:
 
 | line | written |
 |---|---|
@@ -43,7 +43,7 @@ def note(path: Path, line: str) -> None:
 
 
 def state(value: float) -> dict[str, np.ndarray]:
-    """Return what is saved."""
+    """Return the state to save."""
     return {"w": np.full(2000, value, np.float32)}
 
 
@@ -73,7 +73,7 @@ def prune(directory: Path, notes: Path, seed: int) -> None:
 
 
 def verify(directory: Path, notes: Path, seed: int) -> None:
-    """Note what is damaged."""
+    """Note damaged checkpoints."""
     store = api.place(directory)
     while True:
         for checkpoint in store.scan():

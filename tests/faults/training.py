@@ -145,7 +145,7 @@ def check_after_fault(
     key: bytes | None = None,
     keep: str = "all",
 ) -> None:
-    """Check that what was promised is there and loads, that nothing else is listed, and that a run can go on.
+    """Check that promised checkpoints are there and load, that nothing else is listed, and that a run can go on.
 
     Args:
         disk: After the fault, as a new process finds it.
@@ -170,7 +170,7 @@ def check_after_fault(
 
 
 def check_listing(found: list[Checkpoint], *, must: Content, allowed: Content) -> None:
-    """Check that what is listed as whole is at least what must and at most what may be there."""
+    """Check that the whole checkpoints in the listing are at least those that must and at most those that may be there."""
     listed = {c.name for c in found if c.state is not api.State.LEFTOVER}
     assert all(
         c.state in (api.State.OK, api.State.LEFTOVER, api.State.UNVERIFIED) for c in found

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strace and root lanes interfere with: saves in each mode and commands, each with what must hold afterwards.
+"""Works that the strace and root lanes disturb: saves in each mode and commands, each with its conditions afterwards.
 
-A work finds a disk that `prepare` has filled. `check` looks at what a fault left, given whether the work was
+A work finds a disk that `prepare` has filled. `check` looks at the state after a fault, given whether the work was
 acknowledged, and then does the work again, undisturbed, which must finish it.
 """
 
@@ -58,7 +58,7 @@ def temporaries(disk: Path) -> list[str]:
 
 
 def check_directory(directory: Path, *, must: set[int], may: set[int]) -> None:
-    """Check with a fresh start that what must be there loads, and that nothing else is listed; then go on."""
+    """Check with a fresh start that all that must be there loads, and that nothing else is listed; then go on."""
     with CheckpointManager(directory, prefix=SERIES) as manager:
         latest = manager.latest()
         resumption = manager.resume()
@@ -133,7 +133,7 @@ def prepare_second(disk: Path) -> None:
 
 
 def commit_of(calls: list[Call]) -> int:
-    """Return the index of the call that publishes what a saver saves."""
+    """Return the index of the call that publishes the checkpoint of a saver."""
     return next(n for n, c in enumerate(calls) if c.line.endswith('net-3.ckpt") = 0'))
 
 

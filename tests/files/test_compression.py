@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed checkpoints: saved in every way, listed, loaded, verified, and refused for what is wrong with them."""
+"""Compressed checkpoints: saved in every way, listed, loaded, verified, and refused for each defect."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted safetensors files: saved, listed, loaded, verified, converted, and refused for what is wrong with them."""
+"""Encrypted safetensors files: saved, listed, loaded, verified, converted, and refused for each defect."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write a container may try, whatever is in it and however it is encrypted.
+"""Attacks of a writer of containers, for any content and encryption.
 
 Each attack is tried on a file that is alone, and on one whose manifest is there, if it is a checkpoint. `verify` finds it, and
-`decrypt` gives no file; without a manifest it is the seal alone that says, with its own kind of error, what is wrong.
+`decrypt` gives no file; without a manifest it is the seal alone that reports the damage, with its own kind of error.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ SEGMENT_ATTACKS: dict[str, tuple[Attack, Outcome]] = {
 }
 
 
-# The length of frames follows from that of the file, so what was added can look like something that is missing.
+# The length of frames follows from that of the file, so added bytes can look like missing ones.
 OF_FRAMES: dict[str, Outcome] = {
     "flip the length of a segment": CUT,
     "a byte behind it": CUT,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline writes as a container opens to the image, wherever segments, chunks and tensors end."""
+"""A container that the pipeline writes opens to the image, wherever segments, chunks and tensors end."""
 
 from __future__ import annotations
 

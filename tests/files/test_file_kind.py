@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of another kind than their manifest says: what the digests of a container leave out is no place to hide a header."""
+"""Files of another kind than their manifest says: the bytes that the digests of a container leave out hide no header."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the writer of compressed files puts into a file expands to the image; when it fails, it leaves nothing running."""
+"""A file of the writer of compressed files expands to the image; when it fails, it leaves nothing running."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_stopped_spool_accepts_nothing_more() -> None:
 
 
 def test_writer_that_waits_for_room_hears_that_the_others_failed() -> None:
-    spool = Spool(MemoryFile(), None)  # nobody writes what is appended
+    spool = Spool(MemoryFile(), None)  # no thread writes the appended bytes
     raised: list[Stopped] = []
 
     def fill() -> None:

@@ -64,13 +64,13 @@ def some_state(seed: int) -> dict[str, Any]:
 
 
 def draws(state: dict[str, Any]) -> list[object]:
-    """Take the generators out of a state and return what they give next."""
+    """Take the generators out of a state and return their next draws."""
     numpy_rng, legacy, python = state.pop("generators")
     return [numpy_rng.random(), legacy.random_sample(), python.random()]
 
 
 def read(directory: Path, state: object, config: CheckpointConfig) -> object:
-    """Return what the manager reads before it puts it back."""
+    """Return the stored state before the manager restores it."""
     key = api.Key(config.enc_key) if isinstance(config.enc_key, bytes) else None
     reader = SeriesReader(
         api.place(directory, keys=key, allow_unencrypted=True),
@@ -93,7 +93,7 @@ def test_state_is_filled_as_it_would_be_from_memory(tmp_path: Path, way: str) ->
     assert found.put_back(target) is target
     assert all(target[name] is array for name, array in arrays.items())
     assert draws(target) == draws(state)
-    # What was one array before the save is one array in the file; in the target it is what it was there.
+    # One array before the save is one array in the file; in the target it stays as it was there.
     assert same(target, state)
 
 
@@ -224,7 +224,7 @@ class Changing(api.OsFileSystem):
     """A disk on which a file changes when so many of its bytes have been read.
 
     Attributes:
-        stable_bytes: Until then it is what was written.
+        stable_bytes: Until then it has the written bytes.
     """
 
     stable_bytes = 1 << 60

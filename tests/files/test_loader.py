@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_source` and `read_values`: each stage checks what it hands on, and nothing is read that is not asked for."""
+"""`open_source` and `read_values`: each stage checks its result, and only requested bytes are read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in the files of many ranks: what it says, and that nothing else passes for one."""
+"""The index in the files of many ranks: its content, and that nothing else passes for one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline puts into a file is the image, byte for byte; when it fails, it leaves nothing running."""
+"""The pipeline writes the image into a file, byte for byte; when it fails, it leaves nothing running."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify_after_write`: what the disk does not hold is never published."""
+"""`verify_after_write`: content that the disk does not hold is never published."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Lying(api.OsFileSystem):
     missing_bytes = 0
 
     def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
-        """Open a file; the page cache still holds what was written."""
+        """Open a file; the page cache still holds the written bytes."""
         file = super().open(path)
         return _Wrong(file, self) if is_uncached else file
 
@@ -71,7 +71,7 @@ def test_what_the_disk_holds_is_published(tmp_path: Path) -> None:
 
 
 def names(directory: Path) -> list[str]:
-    """Return what is in a directory, but for the lease of a writer that was not closed."""
+    """Return the names in a directory, but for the lease of a writer that was not closed."""
     return sorted(path.name for path in directory.iterdir() if path.suffix != ".lease")
 
 

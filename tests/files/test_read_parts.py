@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of an open checkpoint is proven, and so is the description that says where it lies."""
+"""Bytes that are read of an open checkpoint are proven, and so is the description of their places."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def read(path: Path, *, is_confirmed: bool) -> np.ndarray:
-    """Return the last elements of what is found under the name "aa"."""
+    """Return the last elements of the tensor under the name "aa"."""
     store = Store(path.parent)
     with closing(store.fs.open(path)) as raw:
         opened: OpenCheckpoint = open_source(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save_items`: what it writes, and that a save that fails for any reason changes nothing."""
+"""`save_items`: its files, and that a save that fails for any reason changes nothing."""
 
 from __future__ import annotations
 

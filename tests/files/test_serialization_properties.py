@@ -232,7 +232,7 @@ def test_damaged_file_without_manifest_is_an_error_where_anything_vouches_for_it
             _assert_told(outcome, kind)
             errors += 1
         elif is_vouched:
-            # The CRC of safetensors covers names and contents; of the header only what they need.
+            # The CRC of safetensors covers names and contents; of the header only the fields that they need.
             assert kind.format == "safetensors"
             assert outcome == whole
     assert errors > 0

@@ -277,7 +277,7 @@ def test_error_names_the_tensor_and_its_offset() -> None:
 
 def test_huge_claim_in_a_small_file_allocates_nothing() -> None:
     data = record("w", tensor_message(2**31 - 1, content=b"\0", type_name=b"UInt8"))
-    read_ckpt(W)  # what it imports stays
+    read_ckpt(W)  # its imports stay
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):

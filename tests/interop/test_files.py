@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files go both ways: what we write MindSpore 2.10 loads to the same bits, and what it writes we do."""
+"""Files go both ways: MindSpore 2.10 loads ours to the same bits, and we load its files."""
 
 from __future__ import annotations
 

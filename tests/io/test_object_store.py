@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single tensors out of an object store: what a read costs in requests and bytes, and that nothing wrong comes out."""
+"""Single tensors out of an object store: the cost of a read in requests and bytes, and that nothing wrong comes out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HEAD = 128 * 1024
 
 
 class Bucket:
-    """An object store that notes what it is asked for."""
+    """An object store that notes its requests."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -24,7 +24,7 @@ DIGEST = digest_of(BytesSource(CONTENT))
 
 
 class Watched(BytesSource):
-    """Remembers what was read."""
+    """Remembers its reads."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognising the checkpoints of other tools: which are whole, and what is wrong with the others."""
+"""Recognising the checkpoints of other tools: which are whole, and the defects of the others."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LAST_TWO = parse_policy("last(2)")
 
 
 def proposal(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Proposal:
-    """Return what a prune of a directory would do."""
+    """Return the plan of a prune of a directory."""
     return propose(api.place(directory), parse_policy(policy), now=now)
 
 

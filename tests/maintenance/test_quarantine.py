@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quarantine: what is moved, what stays, and that a crash between the moves loses nothing."""
+"""Quarantine: moved and remaining files, and that a crash between the moves loses nothing."""
 
 from __future__ import annotations
 

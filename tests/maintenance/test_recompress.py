@@ -349,7 +349,7 @@ def test_disk_that_returns_other_bytes_keeps_the_old_file(tmp_path: Path) -> Non
 
 
 class LyingDisk(OsFileSystem):
-    """What is read past the page cache is not what was written."""
+    """Reads past the page cache differ from the written bytes."""
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         if is_uncached:

@@ -45,7 +45,7 @@ def reencrypt(directory: Path, change: KeyChange = ANEW) -> Action:
 
 
 def frames(directory: Path, keys: KeyRing) -> bytes:
-    """Return what is stored in a container, compressed as it is."""
+    """Return the content of a container, compressed as it is."""
     container = open_container(
         BytesSource(only(api.place(directory)).path.read_bytes()), keys.identities
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changing who opens checkpoints: what stays, what is done again, what is refused."""
+"""Changing who opens checkpoints: content that stays, repeated changes, refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of keys leaves as it is: who may read the files, and a header that cannot be rewritten any more."""
+"""A change of keys keeps who may read the files, and a header that cannot be rewritten any more."""
 
 from __future__ import annotations
 

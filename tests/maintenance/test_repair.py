@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged files of many ranks: what is said about them, and what makes them whole again."""
+"""Damaged files of many ranks: their reports, and their repair."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def saved(
 
 
 def damage(path: Path, at: float, length: int = 1) -> bytes:
-    """Change bytes of a file; return what it was."""
+    """Change bytes of a file; return its former content."""
     good = path.read_bytes()
     bad = bytearray(good)
     place = int(len(bad) * at)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted and compressed files of many ranks that are damaged: written anew from what the manifest proves."""
+"""Encrypted and compressed files of many ranks that are damaged: rewritten from content that the manifest proves."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watch verifies, reports and alarms about, for listings and times that are given to it."""
+"""Checks, reports and alarms of a watch, for listings and times that are given to it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watch has mirrored, and its alarms about it, for uploads and times that are given to it."""
+"""Uploads of a watch, and its alarms about them, for uploads and times that are given to it."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class Job:
 
 
 def save_step(writer: SeriesWriter, step: int) -> Checkpoint:
-    """Save what a rank holds at a step."""
+    """Save the state of a rank at a step."""
     assert isinstance(writer.commit, Together)
     flat = tree.flatten(state_of(writer.commit.coordinator.rank, step))
     metadata = {**flat.aliases, "ckptmgr.tree": flat.skeleton}
@@ -206,19 +206,19 @@ def save_step(writer: SeriesWriter, step: int) -> Checkpoint:
 
 
 def state_of(rank: int, step: int) -> dict[str, object]:
-    """Return what a rank holds at a step."""
+    """Return the state of a rank at a step."""
     return {"weights": np.full(3, 100 * step + rank, np.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Generic[T]):
-    """What came of a rank: its result, or what it raised."""
+    """End of a rank: its result, or its error."""
 
     result: T | None = None
     raised: BaseException | None = None
 
     def must(self) -> T:
-        """Return the result; raise what was raised."""
+        """Return the result; raise the error of the rank."""
         if self.raised is not None:
             raise self.raised
         assert self.result is not None

@@ -41,7 +41,7 @@ def job_with(*steps: int) -> Job:
 def agreed(
     job: Job, load: Load, *, prepare: Callable[[], object] = list
 ) -> list[Outcome[tuple[str | None, str | None, list[str]]]]:
-    """Let all ranks agree; return name, what was loaded, and why others were skipped."""
+    """Let all ranks agree; return name, loaded state, and why others were skipped."""
     meeting = Meeting()
 
     def agree(rank: int) -> tuple[str | None, str | None, list[str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corners of a save of many ranks: what comes late, what is ambiguous, and ranks of another version."""
+"""The corners of a save of many ranks: late and ambiguous messages, and ranks of another version."""
 
 from __future__ import annotations
 

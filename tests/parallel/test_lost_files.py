@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of many ranks some of whose files are damaged or gone: what the others still tell, and no more."""
+"""Checkpoints of many ranks some of whose files are damaged or gone: the knowledge of the others, and no more."""
 
 from __future__ import annotations
 

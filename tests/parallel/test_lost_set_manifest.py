@@ -114,7 +114,7 @@ NAMES = {
 
 
 def listed_files(*names: str) -> list[Checkpoint]:
-    """Return what a listing says of files of ranks that no manifest names."""
+    """Return the states in a listing of files of ranks that no manifest names."""
     return [
         Checkpoint(
             path=RUNS / name,

@@ -102,7 +102,7 @@ class Job:
         return Job(self.disk.restart(), world=world, clock=clock, options=self.options)
 
     def saved(self) -> dict[str, api.State]:
-        """Return what is listed."""
+        """Return the listing."""
         return {one.name: one.state for one in api.listed(RUNS, fs=self.disk)}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to load a part of a checkpoint of many ranks: files that are opened, bytes that are read."""
+"""The cost of a load of a part of a checkpoint of many ranks: files that are opened, bytes that are read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks agree on before they write, and what they do not take from each other."""
+"""Agreements of ranks before they write, and data that they do not take from each other."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ class Rogue:
 
 
 def packed(said: Json) -> Json:
-    """Return notes as they travel; what is no list of notes stays as it is."""
+    """Return notes as they travel; any other value stays as it is."""
     if not isinstance(said, list):
         return said
     return b64encode(zlib.compress(json.dumps(said).encode())).decode()

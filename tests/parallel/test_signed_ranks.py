@@ -19,7 +19,7 @@ SIGNER = api.SigningKey(bytes(range(32)))
 
 
 def train(ours: CheckpointManager, rank: int) -> list[str | None]:
-    """Resume, save two steps, and return the ids of what was saved."""
+    """Resume, save two steps, and return the ids of both."""
     found = ours.resume(state(rank, 0))
     ids = []
     for step in (found.step + 1, found.step + 2):

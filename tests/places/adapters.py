@@ -54,7 +54,7 @@ _CHANGES = ("create", "write_at", "replace", "link", "unlink", "make_directory",
 
 
 class WatchedDisk(FailingDisk):
-    """A real disk on which a reader looks before each change; what it does itself is not watched."""
+    """A real disk on which a reader looks before each change; its own calls are not watched."""
 
     def __init__(self, look: Callable[[], None]) -> None:
         super().__init__(OsFileSystem())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retention keeps and drops, and what it says about it."""
+"""Kept and dropped checkpoints of retention, with its reasons."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object stores in memory for tests, and what they must show after a crash."""
+"""Object stores in memory for tests, and their conditions after a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def directory_of(objects: Objects, *, later_s: float = 0) -> RemoteDirectory:
 
 
 def listed(objects: Objects, *, trust: Trust = DEFAULT_TRUST) -> dict[str, State]:
-    """Return name to state of what a store lists."""
+    """Return name to state in the listing of a store."""
     return {one.name: one.state for one in ObjectPlace(objects, trust=trust).scan()}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed here after its upload comes to the mirror: keys, pins, tags and metrics."""
+"""A change after the upload comes to the mirror: keys, pins, tags and metrics."""
 
 from __future__ import annotations
 
@@ -489,7 +489,7 @@ def test_pinned_checkpoint_here_is_never_removed_there(tmp_path: Path, by: str) 
             if step == 1:
                 manager.pin(1)
         if by == "watch":
-            if step == 1:  # what is there does not know of the pin
+            if step == 1:  # the uploaded one does not know of the pin
                 run("unpin", runs / "ckpt-1.ckpt")
             watched = ("watch", runs, "--once", "--mirror", url, "--mirror-keep", "last(1)")
             assert run(*watched).exit_code == 0
@@ -530,4 +530,4 @@ def test_comparison_of_many_checkpoints_takes_two_requests_for_each_and_none_aga
         manager.resume(_state(0))
         manager.save(21, _state(21))
     compared = [one for one in counted.requests if one.startswith("get ckpt-7.ckpt")]
-    assert len(compared) <= 2  # when it resumes, and when it is asked what is newer
+    assert len(compared) <= 2  # when it resumes, and when it is asked for newer ones

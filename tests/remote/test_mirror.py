@@ -142,7 +142,7 @@ def test_full_queue_skips_the_oldest(tmp_path: Path, stores_of: Callable[[Object
         with pytest.raises(CheckpointNotFound, match="1 newer ones were waiting"):
             waiting.mirrored.result(_WAIT_S)
         gate.is_open.set()
-    # The end of the run catches up with what is still here.
+    # The end of the run catches up with those that are still here.
     assert len(listed(gate)) == 3
 
 
@@ -239,7 +239,7 @@ def test_next_run_uploads_what_a_killed_one_left(tmp_path: Path) -> None:
     url = new_url()
     with CheckpointManager(tmp_path / "a", mirror=Mirror(url, keep="last(1)")) as manager:
         assert manager.resume().step == 2
-    # Only what the policy of the mirror keeps.
+    # Only those that the policy of the mirror keeps.
     assert whole_names(open_objects(url), tmp_path) == {"ckpt-2.ckpt"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resume` with a mirror: what is newer there is taken; and what a mirror that does not answer changes."""
+"""`resume` with a mirror: newer ones there are taken; and the effect of a mirror that does not answer."""
 
 from __future__ import annotations
 
@@ -395,7 +395,7 @@ def test_mirror_without_a_newer_one_lets_the_run_go_on_and_remove(
         assert handle.mirrored is not None
         handle.mirrored.result(_WAIT_S)
         manager.save(9, _state(9))
-        assert _names(tmp_path / "a") == _steps(4, 8, 9)  # what it resumed from stays as ever
+        assert _names(tmp_path / "a") == _steps(4, 8, 9)  # the origin of the resume stays as ever
 
 
 def test_address_is_noted_for_the_commands_that_do_not_reach_it(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from ckptmgr import (
 from ckptmgr.objects.requests import open_objects
 from tests.cli.running import run, run_json
 
-pytestmark = pytest.mark.slow  # the library repeats what a server refuses
+pytestmark = pytest.mark.slow  # the library repeats refused requests
 URL = "s3://bucket/run"
 STATE = {"w": np.arange(40_000, dtype=np.float32)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr storage probe`: what it says of stores that do what is needed, and of those that do not."""
+"""`ckptmgr storage probe`: its verdict on stores that do all that is needed, and on those that do not."""
 
 from __future__ import annotations
 

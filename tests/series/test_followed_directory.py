@@ -56,7 +56,7 @@ def small_catalogue() -> Iterator[None]:
 
 
 class Run:
-    """A run in a directory of its own, and what others do there."""
+    """A run in a directory of its own, and acts of others there."""
 
     def __init__(self, directory: Path, keep: str, fs: api.FileSystem | None) -> None:
         self.directory = directory

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write a directory may try, in every format and suite: what `verify` says, and what loads.
+"""Attacks of a user who can write a directory, in every format and suite: the verdict of `verify`, and the loads.
 
 Each kind of directory vouches for itself in another way: digests alone tell accidents, a key and a signature tell people.
 """
@@ -81,7 +81,7 @@ PROVING = [name for name, kind in KINDS.items() if kind.proves_the_writer]
 
 
 def train(directory: Path, kind: Kind, *, scale: float = 1.0) -> None:
-    """Save the steps; what is saved is the number of the step, times the scale."""
+    """Save the steps; the value is the number of the step, times the scale."""
     with CheckpointManager(directory, kind.config(), prefix="net") as manager:
         for step in STEPS:
             manager.save(step, {"w": np.full(300, step * scale)})
@@ -354,7 +354,7 @@ def test_nothing_loads_as_step_two_but_what_was_once_saved_as_step_two(
             loaded = manager.load(path.name)
         except CkptmgrError:
             return
-    # A genuine pair from the past is what it says it is; that it is not the newest of its name, the chain says.
+    # A genuine pair from the past is authentic; only the chain shows that it is not the newest of its name.
     assert attack == "put_past_pair_back"
     assert isinstance(loaded, dict)
     assert loaded["w"][0] == 200.0
@@ -378,5 +378,5 @@ def test_file_under_the_name_of_another_format_is_refused_or_still_what_it_is(
         )
     except CkptmgrError:
         return
-    assert name.startswith("container")  # which says itself, authenticated, what is in it
+    assert name.startswith("container")  # which states its content, authenticated
     assert loaded["w"][0] == 1.0

@@ -75,7 +75,7 @@ def values(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def strictly(data: bytes) -> Checkpoint | None:
-    """Return what the parser finds in a manifest, or None if it refuses it."""
+    """Return the fields that the parser finds in a manifest, or None if it refuses it."""
     try:
         return api.decode_manifest(
             data, path=DIRECTORY / api.manifest_name(DATA.name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of checkpoints: what a swapped or rolled-back file contradicts, and what happens every day and is none."""
+"""The chain of checkpoints: contradictions of a swapped or rolled-back file, and everyday events that are none."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_other_series_of_the_directory_is_another_chain(tmp_path: Path) -> None:
 def train(
     directory: Path, steps: range, change: Callable[[CheckpointManager], object] | None = None
 ) -> list[Path]:
-    """Run some steps and return what is there then."""
+    """Run some steps and return the checkpoints then."""
     state = {"w": np.zeros(4)}
     config = CheckpointConfig(keep="last(2) | pinned")
     with CheckpointManager(directory, config, prefix="net") as manager:
@@ -370,7 +370,7 @@ def test_manifest_without_link_reads_as_before() -> None:
     assert api.decode_manifest(api.encode_manifest(manifest()), path=PATH).previous is None
 
 
-# What somebody knows.
+# Known to the reader.
 
 
 def test_step_that_was_reached_is_missing_when_all_are_older() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests that several can check: who does, and what is refused when somebody changed one."""
+"""Manifests that several can check: who does, and refusals after a change."""
 
 from __future__ import annotations
 

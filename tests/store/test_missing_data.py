@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests whose data is gone, and data whose manifest is gone: what is told of them, and to whom."""
+"""Manifests whose data is gone, and data whose manifest is gone: their reports."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def found(directory: Path, name: str) -> Checkpoint | None:
 
 
 def assert_new(directory: Path, name: str) -> None:
-    """Assert that a name holds what the visitor saved."""
+    """Assert that a name holds the checkpoint of the visitor."""
     checkpoint = found(directory, name)
     assert checkpoint is not None
     assert checkpoint.state is api.State.OK
@@ -112,7 +112,7 @@ def visits(
         root: Where there is room for them.
         name: Of the file that is saved.
         prepared: A directory to begin with.
-        decide: Looks at one, and returns what is done then.
+        decide: Looks at one, and returns the action.
         save: Saves the file.
         every: Leave out all calls but every second, third ..., to save time.
 

@@ -22,7 +22,7 @@ GIB = 1 << 30
 
 
 def entries(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return the names in a directory, each with what it is and since when."""
+    """Return the names in a directory, each with its kind and time."""
     return {one.name: (one.lstat().st_mode, one.lstat().st_mtime_ns) for one in directory.iterdir()}
 
 

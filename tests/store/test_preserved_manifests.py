@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an overwrite by others keeps: it opens the old file for those who could open it, and for nobody and nothing else."""
+"""The manifest that an overwrite by others keeps opens the old file for those who could open it, and for no one else."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def test_kept_manifest_counts_at_most_as_if_it_had_been_put_there(
     store = api.place(tmp_path, keys=key, allow_unencrypted=not (is_strict))
     from_keeper = outcome(store)
     overwrite(path, kept)
-    made_up = 1  # what a reader who is not strict hears of a file that nobody vouches for
+    made_up = 1  # of a file without proof, for a reader who is not strict
     assert from_keeper in (outcome(store), KeyProblem, *([] if is_strict else [made_up]))
 
 

@@ -220,7 +220,7 @@ def test_signed_overwrite_that_was_interrupted_leaves_the_old_file_signed(tmp_pa
     assert loaded["w"][0] == 1.0
 
 
-# What is frozen: every later version, and every other implementation, reads and checks these.
+# Frozen files: every later version, and every other implementation, reads and checks these.
 
 
 def vectors() -> list[Path]:
@@ -468,7 +468,7 @@ def test_encrypted_and_signed_manifest_loses_neither_proof(tmp_path: Path) -> No
 def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
     tmp_path: Path,
 ) -> None:
-    # What a signature does not say: that this is the newest. The chain and --expect-id do.
+    # A signature does not show that this is the newest. The chain and --expect-id do.
     train(tmp_path / "a", range(1, 2))
     train(tmp_path / "b", range(1, 3))
     for name in ("net-1.ckpt", api.manifest_name("net-1.ckpt")):

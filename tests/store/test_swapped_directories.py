@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another user puts a link in the place of a folder, at every call of the disk: what the link leads to stays as it is."""
+"""Another user puts a link in the place of a folder, at every call of the disk: the target of the link stays as it is."""
 
 from __future__ import annotations
 

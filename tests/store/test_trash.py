@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trash: what goes in comes back, whole, whenever the power fails."""
+"""The trash: files in it come back, whole, whenever the power fails."""
 
 from __future__ import annotations
 

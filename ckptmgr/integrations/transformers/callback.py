@@ -146,7 +146,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 path=self.manager.directory / start.checkpoint.path.name,
                 hint="use another directory or prefix",
             )
-        # What is compared later is kept without elements.
+        # Values that are compared later are kept without elements.
         self._stored_model = kinds_of(state["model"])
         self._check_model()
         self._stored_optimizer = {
@@ -260,7 +260,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._open.close()
 
     def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
-        """Compare what the Trainer has loaded with the checkpoint; refuse it if it loads none."""
+        """Compare the state that the Trainer has loaded with the checkpoint; refuse it if it loads none."""
         self._model = kwargs["model"]
         self._check_model()
         self._model = self._stored_model = None

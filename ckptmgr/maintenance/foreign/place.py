@@ -208,7 +208,7 @@ class ForeignTrash(DirectoryTrash):
             self.remove_folder(batch.path)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove the folder of a batch and what is in it; raises as `discard`."""
+        """Remove the folder of a batch and its content; raises as `discard`."""
         fs = self._store.fs
         with contextlib.suppress(FileNotFoundError), held_batch(fs, path):
             _empty(fs, path)

@@ -46,7 +46,7 @@ def common_shape(one: ParallelLayout, other: ParallelLayout) -> tuple[int, ...]:
 def gather(
     source: ParallelLayout, target: ParallelLayout, whole: np.ndarray, device: int
 ) -> np.ndarray:
-    """Read what the plan says, byte for byte, from what the slow slicer says the source ranks hold."""
+    """Read by the plan, byte for byte, from the parts of the source ranks by the slow slicer."""
     region = region_of(target, device, whole.shape)
     found = np.full([one.length for one in region], -1, whole.dtype)
     buffer = found.reshape(-1).view(np.uint8)
