@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `CheckpointCallback` refuses, and warns of, before the first step."""
+"""What a `TrainerCheckpoints` refuses, and warns of, before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_arguments(args: Any) -> None:
     for name, value in refused.items():
         if value:
             raise ValueError(
-                f"TrainingArguments({name}={value!r}) cannot be had with CheckpointCallback: leave it out,"
+                f"TrainingArguments({name}={value!r}) cannot be had with TrainerCheckpoints: leave it out,"
                 " or leave the checkpoints to the Trainer"
             )
 
