@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.keras import CheckpointCallback
+from ckptmgr.integrations.keras import KerasCheckpoints
 
 
 def main(directory, steps):
@@ -27,7 +27,7 @@ def main(directory, steps):
         ]
     )
     model.compile("adam", "mse", metrics=["mae"])
-    with CheckpointCallback(directory, CheckpointConfig(keep="last(2)")) as checkpoints:
+    with KerasCheckpoints(directory, CheckpointConfig(keep="last(2)")) as checkpoints:
         model.fit(
             x,
             y,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.lightning import ManagerCheckpoint
+from ckptmgr.integrations.lightning import LightningCheckpoints
 
 
 class Model(lightning.LightningModule):
@@ -33,7 +33,7 @@ def main(directory, steps):
     inputs = torch.randn(160, 8)
     loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), 16, shuffle=True)
     model = Model()
-    checkpoints = ManagerCheckpoint(directory, CheckpointConfig(keep="last(2)"))
+    checkpoints = LightningCheckpoints(directory, CheckpointConfig(keep="last(2)"))
     trainer = lightning.Trainer(
         max_steps=steps, callbacks=[checkpoints], logger=False, accelerator="cpu"
     )

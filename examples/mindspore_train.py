@@ -8,7 +8,7 @@ from mindspore import nn
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.train import Model
 
-from ckptmgr.integrations.mindspore import CheckpointCallback, CheckpointConfig
+from ckptmgr.integrations.mindspore import CheckpointConfig, MindSporeCheckpoints
 
 
 def main(directory, epochs):
@@ -19,7 +19,7 @@ def main(directory, epochs):
     network = nn.SequentialCell(nn.Dense(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dense(32, 1))
     rates = nn.exponential_decay_lr(1e-2, 0.9, total_step=100, step_per_epoch=10, decay_epoch=1)
     model = Model(network, nn.MSELoss(), nn.AdamWeightDecay(network.trainable_params(), rates))
-    checkpoints = CheckpointCallback(directory, CheckpointConfig(keep="last(2)"))
+    checkpoints = MindSporeCheckpoints(directory, CheckpointConfig(keep="last(2)"))
     first = checkpoints.resume(model, data, epochs)
     model.train(epochs, data, callbacks=[checkpoints], initial_epoch=first)
     return {one.name: one.asnumpy() for one in model.train_network.get_parameters()}

@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.transformers import CheckpointCallback
+from ckptmgr.integrations.transformers import TrainerCheckpoints
 
 
 def main(directory, steps):
@@ -26,7 +26,7 @@ def main(directory, steps):
         disable_tqdm=True,
         use_cpu=True,
     )
-    with CheckpointCallback(directory, CheckpointConfig(keep="last(2)")) as checkpoints:
+    with TrainerCheckpoints(directory, CheckpointConfig(keep="last(2)")) as checkpoints:
         trainer = Trainer(model, args, train_dataset=data, callbacks=[checkpoints])
         trainer.train(resume_from_checkpoint=checkpoints.materialize())
     return {"model": model, "optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler}

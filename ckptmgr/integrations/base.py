@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Any, Unpack
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.subjects import Resume
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.training.manager import CheckpointManager
 from ckptmgr.training.old_names import OldResume
 from ckptmgr.training.options import resume_options
@@ -54,3 +58,41 @@ class FrameworkManager(CheckpointManager):
     ) -> Resumption:
         """As `CheckpointManager.resume`, by default as the adapter was told."""
         return super().resume(state, resume if resume is not None or old else self.how, **old)
+
+    def resume_newest(
+        self, parts: Collection[str] = (), *, of: str = "", state: object = None
+    ) -> Resumption:
+        """Resume the newest checkpoint, whatever `start` says.
+
+        Raises:
+            UnsupportedCheckpoint: Its state lacks one of `parts`: another program saved it, and not
+                the adapter for `of`, such as "a fit".
+        """
+        found = super().resume(state, replace(self.how, start="newest"))
+        self.check_parts(found, parts, of=of)
+        return found
+
+    def check_parts(self, found: Resumption, parts: Collection[str], *, of: str) -> None:
+        """Raise UnsupportedCheckpoint as `resume_newest` does."""
+        if found.checkpoint is None or not parts:
+            return
+        if not (isinstance(found.state, dict) and found.state.keys() >= set(parts)):
+            raise UnsupportedCheckpoint(
+                f"holds no state of {of} that {self._owner} saved",
+                path=self.directory / found.checkpoint.path.name,
+                hint="use another directory or prefix",
+            )
+
+    def check_may_begin(self, problem: str, *, way_out: str) -> Checkpoint | None:
+        """Return the newest checkpoint, which this training does not resume; None without one.
+
+        Raises:
+            ValueError: There is one, and the adapter was not told to begin anew beside it.
+        """
+        newest = self.latest()
+        if newest is not None and self.how.start == "newest":
+            raise ValueError(
+                f"{newest.path} is of step {newest.step}, and {problem}: {way_out}"
+                f" {self._owner}(..., resume=Resume(start='new'))"
+            )
+        return newest

@@ -211,7 +211,7 @@ def keras_way_out(value: object) -> str | None:
     if not isinstance(value, tuple(kind for kind in kinds if kind is not None)):
         return None
     return (
-        "save the fit with ckptmgr.integrations.keras.CheckpointCallback, or store"
+        "save the fit with ckptmgr.integrations.keras.KerasCheckpoints, or store"
         " model.get_state_tree(value_format='numpy_array')"
     )
 

@@ -47,7 +47,7 @@ class Program(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ChildRun:
     """One run: where it saves, how far it goes, where its final state goes, and its cut."""
 
     directory: str
@@ -65,7 +65,7 @@ class Run:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Run:
+    def from_json(cls, line: str) -> ChildRun:
         """Return the run of a line."""
         return cls(**json.loads(line))
 
@@ -93,7 +93,7 @@ def find_program(spelling: str) -> Program:
     return program
 
 
-def carry_out(program: Program, run: Run) -> None:
+def carry_out(program: Program, run: ChildRun) -> None:
     """Run a program, with its cut, and save its result."""
     from ckptmgr.files.state_file import save_state
     from ckptmgr.observe.observers import register
@@ -150,7 +150,7 @@ def serve(orders: TextIO, answers: TextIO) -> None:
             child = os.fork()
             if child == 0:  # pragma: no cover - it ends before anything measures it
                 known = set(sys.modules)
-                carry_out(program, Run.from_json(run))
+                carry_out(program, ChildRun.from_json(run))
                 json.dump([name for name in sys.modules if name not in known], imported)
                 _succeeded.append(run)
                 return  # and end as any program does
@@ -189,7 +189,7 @@ def serve_standard_input() -> None:
 def main(spelling: str, order: str) -> None:
     """Carry out one run."""
     _own_output()
-    carry_out(find_program(spelling), Run.from_json(order))
+    carry_out(find_program(spelling), ChildRun.from_json(order))
 
 
 def _own_output() -> TextIO:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Self
 
-from ckptmgr.testing.child import NOT_IMPORTED, Run
+from ckptmgr.testing.child import NOT_IMPORTED, ChildRun
 
 _SERVE = "from ckptmgr.testing.child import serve_standard_input; serve_standard_input()"
 
@@ -55,7 +55,7 @@ class ForkServer:
             self._process.communicate(timeout=self._timeout_s)
             self._process = None
 
-    def run(self, program: str, run: Run) -> int:
+    def run(self, program: str, run: ChildRun) -> int:
         """Run a program in a process of its own; return the exit code of that.
 
         Raises:

@@ -16,7 +16,7 @@ from ckptmgr.files.state_file import load_state
 from ckptmgr.state import tree
 from ckptmgr.store.manifest.codec import SUFFIX
 from ckptmgr.store.store import Store
-from ckptmgr.testing.child import How, Run
+from ckptmgr.testing.child import ChildRun, How
 from ckptmgr.testing.fork_server import ForkServer, NotConforming
 
 _SHOWN = 10
@@ -128,10 +128,10 @@ class Kit:
         """
         expected = self._uncut()
         place, result = Path(directory) / "checkpoints", Path(directory) / "returned.safetensors"
-        run = Run(directory=str(place), steps=self.steps, result=str(result))
+        run = ChildRun(directory=str(place), steps=self.steps, result=str(result))
         is_cut = cut.how != "nan"
         code = self._run(
-            Run(
+            ChildRun(
                 directory=run.directory,
                 steps=run.steps,
                 result=run.result,
@@ -152,7 +152,7 @@ class Kit:
         if self._folder is None:
             folder = tempfile.TemporaryDirectory(prefix="ckptmgr-kit-")
             result = Path(folder.name) / "returned.safetensors"
-            run = Run(directory=f"{folder.name}/uncut", steps=self.steps, result=str(result))
+            run = ChildRun(directory=f"{folder.name}/uncut", steps=self.steps, result=str(result))
             try:
                 self._must(self._run(run), "uncut", None)
             except BaseException:
@@ -200,7 +200,7 @@ class Kit:
                 f"{self.program}{at}: the {what} run ended with {code}; its output is above"
             )
 
-    def _run(self, run: Run) -> int:
+    def _run(self, run: ChildRun) -> int:
         Path(run.result).parent.mkdir(parents=True, exist_ok=True)
         if self._server is not None:
             return self._server.run(self.program, run)

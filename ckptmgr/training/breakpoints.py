@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.names import breakpoint_name, step_in_epoch
 from ckptmgr.core.notes import add_note
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.save.job import SaveFacts
-from ckptmgr.observe.observers import Observers
 from ckptmgr.training.callback_names import CallbackSeries
 from ckptmgr.training.callback_values import items_of
 from ckptmgr.training.history import UnsavedStep
+from ckptmgr.training.run import Run
 from ckptmgr.training.saving import StateSaver
 
 
@@ -49,9 +48,7 @@ def save_breakpoint(
     params: Any,
     *,
     series: CallbackSeries,
-    engine: SaveEngine,
-    observers: Observers,
-    config: CheckpointConfig,
+    run: Run,
     steps_before_epoch: int,
 ) -> None:
     """Save after the background saves; a failure of either becomes a note of `error`.
@@ -59,7 +56,7 @@ def save_breakpoint(
     `error` stopped the training, `params` are the callback parameters, and `steps_before_epoch` is
     the global step at the start of the present epoch.
     """
-    _finish_saves(error, engine)
+    _finish_saves(error, run.engine)
     try:
         step, epoch = int(params.cur_step_num), int(params.cur_epoch_num)
         writer, prefix = series.for_breakpoint()
@@ -69,8 +66,8 @@ def save_breakpoint(
         extension = writer.options.extension
         name = breakpoint_name(prefix, epoch, step_in_epoch=position, format=extension)
         facts = SaveFacts(step=step, epoch=epoch, why=why_of(error))
-        with observers.watch(series=prefix, step=step, why=facts.why) as watch:
-            items = items_of(params, config, step=step, epoch=epoch)
+        with run.observers.watch(series=prefix, step=step, why=facts.why) as watch:
+            items = items_of(params, run.config, step=step, epoch=epoch)
             saved = writer.save(name, items, facts)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
             watch.durable(saved.path, epoch=saved.epoch)

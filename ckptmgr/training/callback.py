@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
-from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.config.surfaces import CALLBACK, SLICED, UNNUMBERED, check_surface
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.notes import add_note
@@ -25,7 +25,6 @@ from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
 from ckptmgr.parallel.team import Ranks, team_for
 from ckptmgr.policy.save import LastSave
 from ckptmgr.series.candidates import notes_of
-from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_hooks import TrainingHooks
 from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
@@ -36,13 +35,12 @@ from ckptmgr.training.callback_values import (
     items_of,
     network_metadata,
 )
-from ckptmgr.training.due import DueSaves
-from ckptmgr.training.forecast import Forecaster, size_of
+from ckptmgr.training.forecast import size_of
 from ckptmgr.training.history import Progress
 from ckptmgr.training.network_graph import NetworkGraph
 from ckptmgr.training.options import System, resume_options, run_options
-from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumed, resume_values
+from ckptmgr.training.run import Run
 
 __all__ = ["ModelCheckpoint", "Resumed", "RunContext"]
 
@@ -103,44 +101,22 @@ class ModelCheckpoint(TrainingHooks):
     ) -> None:
         super().__init__()
         options = run_options("ModelCheckpoint", self._system, old, ranks=ranks)
-        coordinator, clock = options.ranks.coordinator, options.system.clock
-        given = GivenNames.checked(prefix, directory)
-        self._config = check_config(config)
-        self._observers = Observers(observe)
-        self._clock = clock
-        self._team = team_for(self._config, options.ranks, context)
-        has = {UNNUMBERED: given.prefix_of is not None, SLICED: self._team.has_layout}
+        given, self._config = GivenNames.checked(prefix, directory), check_config(config)
+        team = team_for(self._config, options.ranks, context)
+        has = {UNNUMBERED: given.prefix_of is not None, SLICED: team.has_layout}
         check_surface(self._config, CALLBACK, has)
-        if self._team.is_many:
-            from ckptmgr.parallel.slicer import tensor_specs
-
-            tensor_specs(named_tensors(self._config.append_dict or {}))
-        self._parts = RunParts(
-            config=self._config,
-            trust=trust_of(self._config),
-            team=self._team,
-            system=options.system,
-            observers=self._observers,
+        self._run = run = Run(
+            self._config, options, team, observers=Observers(observe), has_before_update=False
         )
-        self._engine = self._parts.engine(has_before_update=False)
-        given = given.placed(self._team.own_directory)
-        self._series = CallbackSeries(given, self._parts)
-        self._progress = progress = Progress(LastSave(step=0, at=clock()))
-        self._due = DueSaves(
-            self._config.save_policy(),
-            only_kept=self._config.only_kept,
-            progress=lambda: progress,
-            clock=clock,
-            observers=self._observers,
-            coordinator=coordinator,
-            timeout_s=self._team.timeout_s,
-        )
-        self._forecaster = Forecaster(self._config, self._observers)
+        self._engine = run.engine
+        self._series = CallbackSeries(given.placed(team.own_directory), run)
+        self._progress = progress = Progress(LastSave(step=0, at=run.clock()))
+        self._due = run.due(self._config.save_policy(), lambda: progress)
         self._metrics = MetricsSource(metrics)
         self._last_save: tuple[int, SeriesWriter, SaveHandle] | None = None
         self._params: Any = None
         self._steps_before_epoch = 0
-        self._graph = NetworkGraph(self._config, coordinator)
+        self._graph = NetworkGraph(self._config, team.coordinator)
 
     @classmethod
     def _on(cls, system: System, *args: Any, **options: Any) -> Self:
@@ -164,7 +140,7 @@ class ModelCheckpoint(TrainingHooks):
         self._params = run_context.original_args()
         self._series.settle()
         if self._series.given.is_fixed and self._due.is_active:
-            self._forecaster.before_run(
+            self._run.forecaster.before_run(
                 self._series.writer,
                 lambda: size_of(items_of(self._params, self._config, step=0, epoch=0)),
             )
@@ -234,9 +210,7 @@ class ModelCheckpoint(TrainingHooks):
                 error,
                 self._params,
                 series=self._series,
-                engine=self._engine,
-                observers=self._observers,
-                config=self._config,
+                run=self._run,
                 steps_before_epoch=self._steps_before_epoch,
             )
         try:
@@ -287,11 +261,11 @@ class ModelCheckpoint(TrainingHooks):
             )
         self._series.settle()
         writer = self._series.writer
-        with self._observers.timed("resume", series=writer.series) as facts:
+        with self._run.observers.timed("resume", series=writer.series) as facts:
             self._engine.wait_until_idle()
             found = resume_values(
                 writer,
-                self._parts.reader(writer),
+                self._run.reader(writer),
                 prefix=self._series.given.prefix,
                 allow_bare=how.allow_bare,
             )
@@ -323,7 +297,7 @@ class ModelCheckpoint(TrainingHooks):
 
     def _save_if_due(self, run_context: RunContext, *, is_end: bool) -> None:
         params = run_context.original_args()
-        step, now = int(params.cur_step_num), self._clock()
+        step, now = int(params.cur_step_num), self._run.clock()
         self._series.settle()
         target = self._series.at(params)
         if not is_end:
@@ -341,7 +315,7 @@ class ModelCheckpoint(TrainingHooks):
         )
         if not is_due:
             return
-        if self._config.remove_redundancy and not self._team.is_many:
+        if self._config.remove_redundancy and not self._run.team.is_many:
             # MindSpore raises this only after it has deleted an older checkpoint.
             raise TypeError(
                 "The deduplication feature for saving checkpoint can only be used in parallel scenarios, "
@@ -353,12 +327,13 @@ class ModelCheckpoint(TrainingHooks):
             epoch=int(params.cur_epoch_num),
             why="end" if is_end else "policy",
         )
-        with self._observers.watch(series=target.prefix, step=step, why=facts.why) as watch:
+        with self._run.observers.watch(series=target.prefix, step=step, why=facts.why) as watch:
             handle, facts = self._save(target, run_context, facts, watch)
         if handle is not None:
             self._last_save = (step, target.writer, handle)
             self._progress.note(handle, facts, at=now)
-            self._forecaster.after_save(handle, now)
+            for one in self._run.companions:
+                one.saved(handle, facts)
 
     def _save(
         self, target: Target, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
@@ -372,16 +347,16 @@ class ModelCheckpoint(TrainingHooks):
         target.writer.prepare()
         try:
             store = target.writer.store
-            self._team.write_strategy(store.directory, fs=store.fs)
+            self._run.team.write_strategy(store.directory, fs=store.fs)
             items = items_of(params, self._config, step=facts.step, epoch=facts.epoch or 0)
-            slicer = self._team.slicer
+            slicer = self._run.team.slicer
             metadata = network_metadata(params, self._config)
             if slicer is not None:
                 metadata |= slicer.metadata_of(items)
             facts = replace(facts, metrics=self._metrics.at(run_context))
             job = replace(job, facts=facts, items=items, metadata=metadata or None)
         except Exception as error:
-            if not self._team.is_many:
+            if not self._run.team.is_many:
                 raise
             job = replace(job, error=error)
         return self._engine.run(job, target.writer, watch=watch), facts

@@ -23,10 +23,9 @@ from ckptmgr.core.names import (
 )
 from ckptmgr.core.shard_names import SET_FORMAT
 from ckptmgr.files.save.job import Naming
-from ckptmgr.parallel.team import ALONE
 from ckptmgr.series.reader import free_name
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.training.parts import RunParts
+from ckptmgr.training.run import Run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,15 +142,15 @@ class CallbackSeries:
         OSError: The directory cannot be created.
     """
 
-    def __init__(self, given: GivenNames, parts: RunParts) -> None:
-        if parts.team.is_many and not given.is_fixed:
+    def __init__(self, given: GivenNames, run: Run) -> None:
+        if run.team.is_many and not given.is_fixed:
             raise ValueError(
                 "a function for the prefix or the directory with a coordinator: each rank would call its own; give strings, "
                 "the files of the ranks have their numbers in their names"
             )
         self.given = given
         self.directory = given.directory
-        self._parts = parts
+        self._run = run
         self._writers: dict[tuple[Path, str], SeriesWriter] = {}
         # Names from a function share one series of this object's own, and are never pruned.
         has_own = given.prefix_of is not None
@@ -159,7 +158,7 @@ class CallbackSeries:
         self._is_settled = not given.is_fixed
         if given.is_fixed:
             self._writer(self.directory, self._series)  # raises for names that are too long
-        if not parts.team.is_many:
+        if not run.team.is_many:
             self.settle()
 
     @property
@@ -198,13 +197,12 @@ class CallbackSeries:
         With many ranks each one has a prefix of its own: a rank fails alone, and the others neither
         wait for its file nor resume from it.
         """
-        prefix, ranks = self.given.prefix or "breakpoint", self._parts.team.coordinator
+        prefix, ranks = self.given.prefix or "breakpoint", self._run.team.coordinator
         if ranks is None:
             writer = self.writer
         else:
             prefix = f"{prefix}.rank_{ranks.rank}"
-            parts = replace(self._parts, team=ALONE)
-            alone = parts.writer(self.directory, prefix, has_epochs=True)
+            alone = self._run.alone().writer(self.directory, prefix, has_epochs=True)
             writer = self._writers.setdefault((self.directory, prefix), alone)
             writer.belong_to(self.writer)
         names = self._names(writer)
@@ -218,7 +216,7 @@ class CallbackSeries:
     def _writer(self, directory: Path, series: str) -> SeriesWriter:
         writer = self._writers.get((directory, series))
         if writer is None:
-            writer = self._parts.writer(directory, series, has_epochs=True)
+            writer = self._run.writer(directory, series, has_epochs=True)
             writer.starts_anew = True  # MindSpore's restarts have a series of their own
             self._writers[directory, series] = writer
         return writer

@@ -33,6 +33,7 @@ from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.state.global_random import GlobalRandom, global_draws
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.training.companions import Companion
 from ckptmgr.training.loaders import LoaderParts, mark_of
 
 _LOG = logging.getLogger(__name__)
@@ -101,22 +102,22 @@ class _AtSave(NamedTuple):
     generators: Mapping[str, Any]
 
 
-class DataState:
+class DataState(Companion):
     """The places of the loaders of a manager, and the global random numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_gone_on: bool = False) -> None:
         self._random = GlobalRandom()
         self._passes: dict[str, _Pass] = {}
         self._pending: dict[str, Any] = {}
         self._pending_random: Any = None
         self._noted: _Noted | None = None
-        self._has_gone_on = False  # a step has ended since the restore
+        self._has_gone_on = has_gone_on  # a step has ended since the restore
         self._ended = 0  # passes since the restore
         self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
         self.is_inside_pass = False  # at the restore
 
-    def note(self, step: int) -> None:
+    def step_ended(self, step: int) -> None:
         """Remember where the loaders stand at the end of a step."""
         self._has_gone_on = True
         if self._passes:

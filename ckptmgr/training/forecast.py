@@ -18,19 +18,21 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CkptmgrError, UnsupportedState
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import save_mode_of
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.cgroups import memory_limit
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.forecast import Concern, ConcernKind, Demand, Forecast, Pace, most_kept
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.items import tensors_in
+from ckptmgr.training.companions import Companion
 
 _LOG = logging.getLogger(__name__)
 _WINDOW = 6
 _MEMORY_INFO = Path("/proc/meminfo")
 
 
-class Forecaster:
+class Forecaster(Companion):
     """Measures a run and warns."""
 
     def __init__(self, config: CheckpointConfig, observers: Observers) -> None:
@@ -64,9 +66,13 @@ class Forecaster:
         except Exception as error:  # from the user's state_dict(): it will fail the save, too
             _LOG.debug("no forecast: %r", error)
 
-    def after_save(self, handle: SaveHandle, at: float) -> None:
-        """Count a save requested `at` (seconds on any clock); warn when saves are costly."""
-        self._saves.append((at, handle))
+    def save_asked(self, writer: SeriesWriter, size_bytes: int) -> None:
+        """Warn of shortages before the first save."""
+        self.before_run(writer, lambda: size_bytes)
+
+    def saved(self, handle: SaveHandle, facts: SaveFacts) -> None:
+        """Count a save; warn when saves are costly."""
+        self._saves.append((facts.at or 0.0, handle))
         self._count += 1
         pace = self.pace
         if pace is not None and not {"time", "backlog"} <= self._warned:

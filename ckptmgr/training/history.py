@@ -11,16 +11,15 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.engine.budget import Ledger
-from ckptmgr.engine.recent_states import RecentStates
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.policy.save import LastSave
-from ckptmgr.training.restore_costs import RestoreCosts
+
+if TYPE_CHECKING:  # a run without snapshots needs none of it
+    from ckptmgr.training.kept_states import KeptStates
 
 
 class Progress:
@@ -112,26 +111,14 @@ class UnsavedStep(NamedTuple):
 class RunPast:
     """The past of a run, which a resumption or a rollback changes.
 
-    At most `snapshots` states stay in memory, within the budget of `memory`; `ledger` accounts for
-    them and for the staging of saves. `is_there` says whether a checkpoint still exists. `given_up`
-    holds path and commit sequence of the checkpoints that a rollback went back behind.
+    `given_up` holds path and commit sequence of the checkpoints that a rollback went back behind;
+    `kept` the snapshots, if there are any.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        *,
-        memory: MemoryConfig | None,
-        ledger: Ledger | None = None,
-        snapshots: int,
-        is_there: Callable[[Checkpoint], bool],
-    ) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.progress = Progress(LastSave(at=clock(), is_start=True))
-        self.costs = RestoreCosts(clock, is_there)
-        self.recent = RecentStates(
-            memory, clock, ledger=ledger, cost_of=self.costs.of, most=snapshots
-        )
+        self.kept: KeptStates | None = None
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
         self.given_up: set[tuple[Path, int]] = set()
@@ -144,7 +131,8 @@ class RunPast:
         """Reset to the start of a run."""
         self.start_at(0, is_own=False)
         self.progress = Progress(LastSave(at=self._clock(), is_start=True))
-        self.costs.begin()
+        if self.kept is not None:
+            self.kept.costs.begin()
 
     def start_at(self, step: int, *, is_own: bool) -> None:
         """Reset to a resumption at `step`.
@@ -155,22 +143,24 @@ class RunPast:
         self.progress = Progress(LastSave(step=step, at=self._clock()))
         self.seen_step = step
         self.unsaved = None
-        self.recent.drop_after(step if is_own else -1)
+        if self.kept is not None:
+            self.kept.recent.drop_after(step if is_own else -1)
 
     def go_back(self, step: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Record a rollback to `step`, which gives up the later ones of `checkpoints`."""
         self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
-        self.recent.drop_after(step)
-        self.costs.go_back(step)
+        if self.kept is not None:
+            self.kept.recent.drop_after(step)
+            self.kept.costs.go_back(step)
         self.progress.go_back(step, self._clock())
         self.seen_step = step
         self.unsaved = None
 
     def resumed(self, checkpoint: Checkpoint, *, is_own: bool, load_s: float) -> None:
         """Record the resumed checkpoint; if it was given up, all given-up ones count again."""
-        if is_own:
-            self.costs.go_back(checkpoint.step)
-        else:
-            self.costs.begin(checkpoint, load_s=load_s)
+        if self.kept is not None and is_own:
+            self.kept.costs.go_back(checkpoint.step)
+        elif self.kept is not None:
+            self.kept.costs.begin(checkpoint, load_s=load_s)
         if (checkpoint.path, checkpoint.sequence) in self.given_up:
             self.given_up.clear()

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.config.config import CheckpointConfig, check_config
+from ckptmgr.config.subjects import Snapshots, Stop
 from ckptmgr.config.surfaces import MANAGER, ONE_PROCESS, SLICED, check_surface
 from ckptmgr.core.arguments import (
     check_metrics,
@@ -41,31 +42,28 @@ from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.urls import is_url
-from ckptmgr.files.load.state import as_held_here
 from ckptmgr.observe.observers import Observer, Observers, about
-from ckptmgr.parallel.team import Ranks, team_for
+from ckptmgr.parallel.team import team_for
 from ckptmgr.policy.save import SavePolicy, checked_save_policy
 from ckptmgr.series.candidates import notes_of
-from ckptmgr.state import tree
 from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
-from ckptmgr.training.catalog import Catalog
-from ckptmgr.training.data_state import Batches, DataState
-from ckptmgr.training.due import DueSaves
-from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
-from ckptmgr.training.notebook import CheckpointList, NotebookView
 from ckptmgr.training.options import System, resume_options, run_options
-from ckptmgr.training.parts import RunParts
-from ckptmgr.training.preemption import Preemption
-from ckptmgr.training.saving import StateSaver
 
 if TYPE_CHECKING:  # a plain save needs none of these
-    from ckptmgr.config.subjects import Resume, Snapshots, Stop
+    from ckptmgr.config.subjects import Resume
     from ckptmgr.core.trust import Trust
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
+    from ckptmgr.parallel.team import Ranks
     from ckptmgr.policy.forecast import Forecast
     from ckptmgr.remote.mirror import Mirror
+    from ckptmgr.state.tree import FlatState
+    from ckptmgr.training.catalog import Catalog
+    from ckptmgr.training.data_state import Batches, DataState
+    from ckptmgr.training.kept_states import KeptStates
+    from ckptmgr.training.notebook import NotebookView
     from ckptmgr.training.old_names import OldOptions, OldResume
+    from ckptmgr.training.preemption import Preemption
     from ckptmgr.training.resume import Resumption
 
 
@@ -136,70 +134,37 @@ class CheckpointManager:
         )
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
+        from ckptmgr.training.run import Run
+        from ckptmgr.training.saving import StateSaver
+
         given, checked = checked_place(directory), check_config(config)
         team = team_for(checked, options.ranks, context)
-        coordinator, clock = options.ranks.coordinator, options.system.clock
-        is_remote = is_url(given)
-        if is_remote:
+        if is_url(given):
             check_at_address(given, checked, team=team, has_mirror=mirror is not None)
-        place = given if is_remote else check_directory(team.own_directory(given))
+            self.directory = given
+        else:
+            self.directory = check_directory(team.own_directory(given))
         has = {ONE_PROCESS: not team.is_many, SLICED: team.has_layout}
         check_surface(checked, MANAGER, has)
         policy = checked.save_policy() if save_policy is None else checked_save_policy(save_policy)
-        parts = RunParts(
-            config=checked,
-            trust=trust_of(checked, options.trust),
-            team=team,
-            system=options.system,
-            observers=Observers(observe),
-        )
-        self.directory = place
         self._config = checked
-        self._is_alone = coordinator is None
-        self._team = team
-        self._observers = parts.observers
-        self._writer = parts.writer(place, prefix)
-        self._reader = parts.reader(self._writer)
-        self._engine = parts.engine(has_before_update=True)
-        self._forecaster = Forecaster(checked, parts.observers)
-        self._past = past = RunPast(
-            clock,
-            memory=self._engine.memory,
-            ledger=self._engine.ledger,
-            snapshots=options.snapshots.most,
-            is_there=self._reader.is_there,
+        self._observers = Observers(observe)
+        self._run = run = Run(
+            checked, options, team, observers=self._observers, has_before_update=True
         )
-        self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
-        self._due = DueSaves(
-            policy,
-            only_kept=checked.only_kept,
-            progress=lambda: past.progress,
-            clock=clock,
-            observers=parts.observers,
-            coordinator=coordinator,
-            timeout_s=team.timeout_s,
-        )
-        self._data = DataState()
-        self._preemption = Preemption(
-            grace_s=options.stop.grace, coordinator=coordinator, timeout_s=team.timeout_s
-        )
-        self._saver = StateSaver(
-            parts,
-            writer=self._writer,
-            naming=self._reader,
-            engine=self._engine,
-            past=self._past,
-            data=self._data,
-            forecaster=self._forecaster,
-        )
-        self._catalog = Catalog(
-            self._reader, writer=self._writer, engine=self._engine, observers=parts.observers
-        )
-        self._view = NotebookView(
-            self._writer.store, prefix, policy=checked.retention_policy(), clock=clock
-        )
-        self._mirror = parts.uploads(mirror, self._writer, below=given, is_alone=self._is_alone)
-        self._snapshot_steps = options.snapshots.every
+        self._engine = run.engine
+        self._writer = run.writer(self.directory, prefix)
+        self._reader = run.reader(self._writer)
+        self._past = past = RunPast(run.clock)
+        self._due = run.due(policy, lambda: past.progress)
+        self._saver = StateSaver(run, writer=self._writer, naming=self._reader, past=past)
+        self._mirror = run.uploads(mirror, self._writer, below=given)
+        self._snapshots, self._stop = options.snapshots, options.stop
+        self._preemption: Preemption | None = None
+        if self._snapshots != Snapshots():
+            self._keep_states()
+        if self._stop != Stop():
+            self._watch_for_signals()
 
     @classmethod
     def _on(cls, system: System, *args: Any, **options: Any) -> Self:
@@ -208,6 +173,40 @@ class CheckpointManager:
         made._system = system
         made.__init__(*args, **options)  # type: ignore[misc]
         return made
+
+    def _keep_states(self) -> KeptStates:
+        """Return the snapshots, made the first time."""
+        if self._past.kept is None:
+            from ckptmgr.training.kept_states import KeptStates
+
+            is_there = self._reader.is_there
+            kept = KeptStates(self._snapshots, self._run.clock, self._engine, is_there)
+            self._past.kept = kept
+            self._run.companions.append(kept)
+        return self._past.kept
+
+    def _watch_for_signals(self) -> Preemption:
+        """Return what decides when the run stops, made the first time."""
+        if self._preemption is None:
+            from ckptmgr.training.preemption import Preemption
+
+            self._preemption = Preemption(
+                grace_s=self._stop.grace,
+                coordinator=self._run.team.coordinator,
+                timeout_s=self._run.team.timeout_s,
+                has_stepped=self._past.unsaved is not None,
+            )
+            self._run.companions.append(self._preemption)
+        return self._preemption
+
+    def _place_loaders(self) -> DataState:
+        """Return the places of the loaders, made the first time."""
+        if self._saver.data is None:
+            from ckptmgr.training.data_state import DataState
+
+            self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
+            self._run.companions.append(self._saver.data)
+        return self._saver.data
 
     @property
     def prefix(self) -> str:
@@ -267,14 +266,14 @@ class CheckpointManager:
             self._engine.wait_until_idle()  # a save in flight would be newer
             if how.start == "new":
                 found = start_fresh(state, writer=self._writer, past=self._past)
-                self._data.forget()
+                self._place_loaders().forget()
             else:
                 found = resume_state(
                     state,
                     writer=self._writer,
                     reader=self._reader,
                     past=self._past,
-                    data=self._data,
+                    data=self._place_loaders(),
                     allow_bare=how.allow_bare,
                     needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch,
@@ -301,7 +300,7 @@ class CheckpointManager:
         The answer changes when a step ends, the same on all ranks. With `grace` the run goes on
         while there is time for a save, as long as the last one took.
         """
-        return self._preemption.ask()
+        return self._watch_for_signals().ask()
 
     def batches(
         self,
@@ -335,7 +334,11 @@ class CheckpointManager:
             TypeError: One of `random` is no generator.
             StateMismatch: The loader has fewer batches than were used, or other generators.
         """
-        return Batches(self._data, loader, name=name, epoch=checked_epoch(epoch), random=random)
+        from ckptmgr.training.data_state import Batches
+
+        return Batches(
+            self._place_loaders(), loader, name=name, epoch=checked_epoch(epoch), random=random
+        )
 
     def step_end(
         self,
@@ -367,17 +370,18 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         self.note_step(step, state, epoch=epoch, metrics=metrics)
-        self._data.note(step)
-        self._preemption.step_ended(step)
+        for one in self._run.companions:
+            one.step_ended(step)
         self._engine.check()
         is_due = self._due.at_step(step, self._writer, epoch=epoch, metrics=lambda: metrics)
         if self._due.is_active and not is_function(state):
-            self._forecaster.before_run(
+            self._run.forecaster.before_run(
                 self._writer,
-                lambda: tree.flatten(state, self._team.slicer).size_bytes,
-                refuses=self._is_alone and not is_due,  # ranks are notified together, in a save
+                lambda: self._flattened(state).size_bytes,
+                # Ranks are notified together, in a save.
+                refuses=not (self._run.team.is_many or is_due),
             )
-        if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
+        if self._snapshots.every is not None and step % self._snapshots.every == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
         if not is_due:
             return None
@@ -433,7 +437,6 @@ class CheckpointManager:
         checked = checked_metrics(metrics)
         with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
             handle = self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
-        self._preemption.saved(handle)
         self._due.skipped = f"step {step}: an earlier save still runs" if handle is None else None
         return handle if handle is None or self._mirror is None else self._mirror.follow(handle)
 
@@ -466,8 +469,8 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
-            self._preemption.close()
-            self._past.recent.close()
+            for one in self._run.companions:
+                one.closing()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
             if self._mirror is not None:
@@ -475,10 +478,27 @@ class CheckpointManager:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first; in a notebook, a table."""
+        from ckptmgr.training.notebook import CheckpointList
+
         return CheckpointList(self._reader.checkpoints(), self._view)
 
     def _repr_html_(self) -> str:
         return self._view.page(self._reader.checkpoints())
+
+    @property
+    def _view(self) -> NotebookView:
+        from ckptmgr.training.notebook import NotebookView
+
+        policy = self._config.retention_policy()
+        return NotebookView(self._writer.store, self.prefix, policy=policy, clock=self._run.clock)
+
+    @property
+    def _catalog(self) -> Catalog:
+        from ckptmgr.training.catalog import Catalog
+
+        return Catalog(
+            self._reader, writer=self._writer, engine=self._engine, observers=self._observers
+        )
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint without known damage, or None; leftovers raise nothing.
@@ -578,8 +598,8 @@ class CheckpointManager:
             OSError: From the disk.
         """
         if state is not None:
-            size_bytes = tree.flatten(resolve_state(state), self._team.slicer).size_bytes
-            return self._forecaster.forecast(self._writer, size_bytes)
+            size_bytes = self._flattened(resolve_state(state)).size_bytes
+            return self._run.forecaster.forecast(self._writer, size_bytes)
         newest = self.latest()
         if newest is None:
             raise CheckpointNotFound(
@@ -587,7 +607,12 @@ class CheckpointManager:
                 path=self.directory,
                 hint="pass the state: manager.forecast(state)",
             )
-        return self._forecaster.forecast(self._writer, newest.size_bytes)
+        return self._run.forecaster.forecast(self._writer, newest.size_bytes)
+
+    def _flattened(self, state: object) -> FlatState:
+        from ckptmgr.state.tree import flatten
+
+        return flatten(state, self._run.team.slicer)
 
     def snapshot(
         self,
@@ -602,10 +627,14 @@ class CheckpointManager:
         Snapshots are lost with the process; only saves survive it.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
+
+        from ckptmgr.files.load.state import as_held_here
+
         self._past.saw(step)
-        self._past.costs.ended(step)
-        flat = as_held_here(tree.flatten(resolve_state(state), self._team.slicer))
-        return self._past.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
+        kept = self._keep_states()
+        kept.costs.ended(step)
+        flat = as_held_here(self._flattened(resolve_state(state)))
+        return kept.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
 
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
         """Restore the newest state that is at least `steps_back` steps old, from memory or disk.
@@ -635,7 +664,7 @@ class CheckpointManager:
         found = go_back(
             target,
             state,
-            recent=past.recent,
+            recent=None if past.kept is None else past.kept.recent,
             reader=self._reader,
             writer=self._writer,
             given_up=past.given_up,
@@ -682,7 +711,7 @@ class CheckpointManager:
         unsaved, past.unsaved = past.unsaved, None
         if unsaved is None:
             return
-        is_preempted = self._preemption.is_decided
+        is_preempted = self._preemption is not None and self._preemption.is_decided
         if self._due.at_end(past.seen_step, is_preempted=is_preempted):
             step, state, epoch, metrics = unsaved
             why = "preempted" if is_preempted else "end"

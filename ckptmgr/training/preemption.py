@@ -18,7 +18,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.io.stop_signals import StopWatch
+from ckptmgr.training.companions import Companion
 
 if TYPE_CHECKING:  # one process needs none of it
     from ckptmgr.parallel.coordinator import Coordinator
@@ -30,7 +32,7 @@ _INTERVAL_S = 1.0  # between two exchanges of ranks
 _GRACE_SHARE = 0.05  # of the grace, where that is less
 
 
-class Preemption:
+class Preemption(Companion):
     """Whether a run should stop; it watches for signals once it was asked."""
 
     def __init__(
@@ -39,6 +41,7 @@ class Preemption:
         grace_s: float | None,
         coordinator: Coordinator | None,
         timeout_s: float,
+        has_stepped: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._grace_s = grace_s
@@ -49,7 +52,7 @@ class Preemption:
         self._joint: JointStop | None = None
         self._handle: SaveHandle | None = None
         self._save_s: float | None = None
-        self._step_ended_at: float | None = None
+        self._step_ended_at = monotonic() if has_stepped else None
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._is_installed = self._has_warned = False
         self.is_decided = False
@@ -107,12 +110,13 @@ class Preemption:
         if is_wanted:
             self._decide(step)
 
-    def saved(self, handle: SaveHandle | None) -> None:
+    def saved(self, handle: SaveHandle, facts: SaveFacts) -> None:
         """Take a save, whose time the next ones will take, too."""
+        del facts
         self._learn()
         self._handle = handle
 
-    def close(self) -> None:
+    def closing(self) -> None:
         """Put the earlier handlers of the signals back; asked again, it watches again."""
         if self._watch is not None:
             self._watch.close()

@@ -25,7 +25,7 @@ def go_back(
     target: int,
     state: object,
     *,
-    recent: RecentStates,
+    recent: RecentStates | None,
     reader: SeriesReader,
     writer: SeriesWriter,
     given_up: Collection[tuple[Path, int]] = (),
@@ -41,7 +41,9 @@ def go_back(
         ResumeFailed: Another rank failed to restore its state.
         RanksMissing, RanksOutOfStep: Other ranks did not arrive, or go back to another step.
     """
-    held = recent.newest_of(writer.commit.held_by_all(target, recent.steps))
+    steps = [] if recent is None else recent.steps
+    common = writer.commit.held_by_all(target, steps)
+    held = None if recent is None else recent.newest_of(common)
     candidates = RollbackCandidates(
         reader,
         state,
@@ -70,7 +72,7 @@ def go_back(
             )
     if held is None:
         raise CheckpointNotFound(
-            f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
+            f"no state of step {target} or before: in memory are {steps}, on disk nothing that loads",
             path=reader.store.directory,
         )
     with writer.commit.all_prepared():

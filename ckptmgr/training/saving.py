@@ -8,25 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.config.surfaces import WHOLE_TENSORS
 from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
 from ckptmgr.core.handle import SaveHandle
-from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.load.state import DATA, as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.gc_pause import gc_paused_if_short
 from ckptmgr.observe.observers import SaveWatch
-from ckptmgr.parallel.team import Team
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.state.arrays import named_tensors
-from ckptmgr.training.data_state import DataState
-from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
-from ckptmgr.training.parts import RunParts
+from ckptmgr.training.run import Run
+
+if TYPE_CHECKING:  # a run without loaders needs none of it
+    from ckptmgr.training.data_state import DataState
 
 
 class _Flattened(NamedTuple):
@@ -39,28 +38,12 @@ class _Flattened(NamedTuple):
 class StateSaver:
     """Saves the states of a run."""
 
-    def __init__(
-        self,
-        parts: RunParts,
-        *,
-        writer: SeriesWriter,
-        naming: Naming,
-        engine: SaveEngine,
-        past: RunPast,
-        data: DataState,
-        forecaster: Forecaster,
-    ) -> None:
-        self._parts = parts
+    def __init__(self, run: Run, *, writer: SeriesWriter, naming: Naming, past: RunPast) -> None:
+        self._run = run
         self._writer = writer
         self._naming = naming
-        self._engine = engine
         self._past = past
-        self._data = data
-        self._forecaster = forecaster
-        if parts.team.is_many:
-            from ckptmgr.parallel.slicer import tensor_specs
-
-            tensor_specs(named_tensors(parts.config.append_dict or {}))  # refuses texts
+        self.data: DataState | None = None  # of the loaders, once there are any
 
     def save(
         self,
@@ -86,26 +69,27 @@ class StateSaver:
         metrics: Mapping[str, float],
         why: str,
     ) -> SaveHandle | None:
-        now = self._parts.clock()
+        now = self._run.clock()
         given, flat = self._flattened(state)
         self._past.saw(step)
         self._writer.prepare()  # the lease, before the choice of a name
         facts = SaveFacts(step=step, at=now, epoch=epoch, why=why, metrics=metrics)
         job = SaveJob(
-            naming=self._naming, facts=facts, retention=self._parts.config.retention_policy()
+            naming=self._naming, facts=facts, retention=self._run.config.retention_policy()
         )
         if isinstance(flat, Exception):
             job = replace(job, error=flat)
         else:
             size_bytes = flat.size_bytes
             end_pause_if_long(size_bytes)
-            self._forecaster.before_run(self._writer, lambda: size_bytes)
+            for one in self._run.companions:
+                one.save_asked(self._writer, size_bytes)
             job = self._filled(job, flat)
-        handle = self._engine.run(job, self._writer, watch=watch, state=given)
+        handle = self._run.engine.run(job, self._writer, watch=watch, state=given)
         if handle is not None:
             self._past.progress.note(handle, facts, at=now)
-            self._past.costs.saved(step, handle)
-            self._forecaster.after_save(handle, now)
+            for one in self._run.companions:
+                one.saved(handle, facts)
         return handle
 
     def save_alone(self, last: UnsavedStep, *, why: str) -> None:
@@ -116,14 +100,13 @@ class StateSaver:
         ranks are neither met nor waited for: a rank saves its own values, under a prefix of
         its own. Raises as `SaveEngine.run_now`.
         """
-        parts, writer, naming = self._parts, self._writer, self._naming
-        rank = None if parts.team.coordinator is None else parts.team.coordinator.rank
+        run, writer, naming = self._run, self._writer, self._naming
+        rank = None if run.team.coordinator is None else run.team.coordinator.rank
         if rank is not None:
-            parts = replace(parts, team=Team(slicer=parts.team.slicer))
-            run, name = writer, f"{writer.series}.rank_{rank}"
-            writer = parts.writer(run.store.directory, name)
-            writer.belong_to(run)
-            naming = parts.reader(writer)
+            run, joint, name = run.alone(), writer, f"{writer.series}.rank_{rank}"
+            writer = run.writer(joint.store.directory, name)
+            writer.belong_to(joint)
+            naming = run.reader(writer)
         step, epoch = checked_count("step", last.step), checked_epoch(last.epoch)
         saved = self._past.progress.durable
         is_saved = saved.step == step and not (saved.is_start or saved.is_given_up)
@@ -131,18 +114,18 @@ class StateSaver:
             return
         facts = SaveFacts(
             step=step,
-            at=parts.clock(),
+            at=run.clock(),
             epoch=epoch,
             why=why,
             metrics=checked_metrics(last.metrics),
         )
-        flat = tree.flatten(resolve_state(last.state), parts.team.slicer)
+        flat = tree.flatten(resolve_state(last.state), run.team.slicer)
         job = self._filled(
             SaveJob(naming=naming, facts=facts), replace(as_held_here(flat), slices={})
         )
-        with parts.observers.watch(series=writer.series, step=step, why=why) as watch:
+        with run.observers.watch(series=writer.series, step=step, why=why) as watch:
             try:
-                handle = self._engine.run_now(job, writer, watch)
+                handle = self._run.engine.run_now(job, writer, watch)
                 writer.drop_replaced(handle.durable.result())
             finally:
                 if rank is not None:
@@ -153,18 +136,18 @@ class StateSaver:
         items: list[Item] = [*flat.tensors]
         store = self._writer.store
         try:
-            self._parts.team.write_strategy(store.directory, fs=store.fs)
-            append = self._parts.config.append_values(job.facts.epoch, step=job.facts.step)
+            self._run.team.write_strategy(store.directory, fs=store.fs)
+            append = self._run.config.append_values(job.facts.epoch, step=job.facts.step)
             if append:
                 from ckptmgr.files.serialization import join_items
 
                 items = join_items(items, named_tensors(append))
             metadata = state_metadata(flat)
-            data = self._data.to_text(job.facts.step)
+            data = None if self.data is None else self.data.to_text(job.facts.step)
             if data is not None:
                 metadata[DATA] = data
         except Exception as error:
-            if not self._parts.team.is_many:
+            if not self._run.team.is_many:
                 raise
             return replace(job, error=error)
         return replace(job, items=items, metadata=metadata)
@@ -174,14 +157,14 @@ class StateSaver:
 
         With one process the error is raised.
         """
-        given, team = state, self._parts.team
+        given, team = state, self._run.team
         try:
             given = resolve_state(state)
             flat = tree.flatten(given, team.slicer)
             if team.slicer is not None:
                 names = {tensor.spec.name for tensor in flat.tensors}
                 team.slicer.check_used(names | flat.aliases.keys() | flat.slices.keys())
-            if flat.slices and self._parts.config.asks_for_integrated_save:
+            if flat.slices and self._run.config.asks_for_integrated_save:
                 raise ValueError(f"integrated_save has no effect on slices: {WHOLE_TENSORS}")
         except Exception as error:
             if not team.is_many:

@@ -479,11 +479,12 @@ import os, sys
 import torch
 from pathlib import Path
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.training.options import System
 from tests.support.held import HeldDisk
 
 disk = HeldDisk()
 disk.gate.clear()
-manager = CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True, zero_stall=True), fs=disk)
+manager = CheckpointManager._on(System(fs=disk), sys.argv[1], CheckpointConfig(async_save=True, zero_stall=True))
 import threading
 real = threading.Thread.start
 held = []

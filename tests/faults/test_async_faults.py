@@ -285,6 +285,7 @@ PROLOGUE = """
 import os, signal, sys, threading
 from pathlib import Path
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.training.options import System
 from ckptmgr.io.filesystem import OsFileSystem
 runs, mode, *rest = sys.argv[1:]
 main = threading.main_thread()
@@ -297,7 +298,7 @@ class Disk(OsFileSystem):
         return super().list(path)
 
 disk = Disk()
-manager = CheckpointManager(runs, CheckpointConfig(async_save=mode), fs=disk)
+manager = CheckpointManager._on(System(fs=disk), runs, CheckpointConfig(async_save=mode))
 unused = CheckpointManager(runs, CheckpointConfig(async_save=mode))
 """
 

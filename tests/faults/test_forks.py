@@ -14,6 +14,7 @@ PROLOGUE = """
 import os, signal, sys, threading
 import numpy as np
 from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.training.options import System
 from ckptmgr.files.save import pipeline, streams
 from ckptmgr.io import threads as units
 
@@ -164,7 +165,7 @@ def wait_for(handle):
     else:
         sys.exit("nothing was raised")
 
-with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()) as manager:
+with CheckpointManager._on(System(fs=Slow()), sys.argv[1], CheckpointConfig(async_save=True)) as manager:
     handle = manager.save(1, {"w": np.ones(4)})
     saving.wait(20)
     in_child(lambda: wait_for(handle))
@@ -214,7 +215,7 @@ def ask_the_futures():
     handle.durable.add_done_callback(late.append)
     assert late == [handle.durable]
 
-with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()) as manager:
+with CheckpointManager._on(System(fs=Slow()), sys.argv[1], CheckpointConfig(async_save=True)) as manager:
     handle, unstaged = manager.save(1, {"w": np.ones(4)}), SaveHandle()
     handle.durable.add_done_callback(called.append)
     saving.wait(20)

@@ -24,12 +24,13 @@ import numpy
 from ckptmgr.core.errors import StoreFull
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.options import System
 
 class Unknowing(OsFileSystem):
     def free_bytes(self, path):
         return None
 
-with CheckpointManager("/mnt/run", prefix="net", fs=Unknowing()) as manager:
+with CheckpointManager._on(System(fs=Unknowing()), "/mnt/run", prefix="net") as manager:
     manager.save(1, {"w": numpy.zeros(100_000, numpy.uint8)})
     try:
         manager.save(2, {"w": numpy.zeros(2_000_000, numpy.uint8)})

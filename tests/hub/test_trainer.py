@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `CheckpointCallback` does beside the Trainer of Transformers: `make hub`."""
+"""What `TrainerCheckpoints` does beside the Trainer of Transformers: `make hub`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from ckptmgr.core.errors import (  # noqa: E402
     KeyProblem,
     UnsupportedCheckpoint,
 )
+from ckptmgr.integrations import transformers as ours  # noqa: E402
 from ckptmgr.integrations.base import FrameworkManager  # noqa: E402
 from ckptmgr.integrations.safetensors.torch import save_file  # noqa: E402
-from ckptmgr.integrations.transformers import CheckpointCallback, from_pretrained  # noqa: E402
+from ckptmgr.integrations.transformers import TrainerCheckpoints, from_pretrained  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
 from tests.parallel.ranks import Meeting, Seat  # noqa: E402
 
@@ -79,7 +80,7 @@ def new_trainer(place: Path, model: Any, callbacks: list[Any], **options: Any) -
 def train(place: Path, config: CheckpointConfig | None = None, **options: Any) -> Any:
     """Train with checkpoints; return the Trainer."""
     more = options.pop("callbacks", [])
-    with CheckpointCallback(place / "runs", config) as checkpoints:
+    with TrainerCheckpoints(place / "runs", config) as checkpoints:
         trainer = new_trainer(place, new_model(), [checkpoints, *more], **options)
         trainer.train(resume_from_checkpoint=checkpoints.materialize())
     return trainer
@@ -223,7 +224,7 @@ def test_encrypted_run_materialized_links_into_memory_and_leaves_nothing(tmp_pat
     def look(_: Any) -> None:
         seen.append(folder.exists())
 
-    with CheckpointCallback(tmp_path / "runs", config) as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs", config) as checkpoints:
         folder = Path(str(checkpoints.materialize()))
         assert {Path(one.readlink()).parts[1] for one in folder.iterdir()} == {"proc"}
         trainer = new_trainer(tmp_path, new_model(), [checkpoints, At(7, look)], max_steps=8)
@@ -233,7 +234,7 @@ def test_encrypted_run_materialized_links_into_memory_and_leaves_nothing(tmp_pat
 
 def test_plain_run_materialized_is_a_directory_that_goes_with_the_block(tmp_path: Path) -> None:
     train(tmp_path)
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         folder = Path(str(checkpoints.materialize()))
         assert {one.name for one in folder.iterdir()} == {
             "model.safetensors",
@@ -248,7 +249,7 @@ def test_plain_run_materialized_is_a_directory_that_goes_with_the_block(tmp_path
 
 def resume_with(place: Path, model: Any, **options: Any) -> Any:
     """Train six more steps with another model, or with other arguments."""
-    with CheckpointCallback(place / "runs") as checkpoints:
+    with TrainerCheckpoints(place / "runs") as checkpoints:
         trainer = new_trainer(place, model, [checkpoints], **{"max_steps": 12, **options})
         trainer.train(resume_from_checkpoint=checkpoints.materialize())
     return trainer
@@ -272,7 +273,7 @@ def test_training_with_another_optimizer_is_refused_by_name(name: str, tmp_path:
 def with_optimizer(place: Path, make: Any) -> Any:
     """Train, or go on, with the optimizer that a function makes for the model."""
     model = new_model()
-    with CheckpointCallback(place / "runs") as checkpoints:
+    with TrainerCheckpoints(place / "runs") as checkpoints:
         trainer = new_trainer(
             place, model, [checkpoints], max_steps=4, optimizers=(make(model), None)
         )
@@ -315,7 +316,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
 
             return super().step_end(step, without_class, **facts)
 
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         checkpoints.manager = Older("Older", tmp_path / "runs")
         new_trainer(tmp_path, new_model(), [checkpoints]).train()
     assert resume_with(tmp_path, new_model()).state.global_step == 12
@@ -344,7 +345,7 @@ def test_another_model_is_refused_also_where_materialize_comes_before_the_traine
     tmp_path: Path,
 ) -> None:
     train(tmp_path, max_steps=1)
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         checkpoints.materialize()
         with pytest.raises(StateMismatch, match="another model"):
             new_trainer(tmp_path, new_model().half(), [checkpoints])
@@ -352,7 +353,7 @@ def test_another_model_is_refused_also_where_materialize_comes_before_the_traine
 
 def test_another_model_is_refused_also_where_the_callback_is_added_later(tmp_path: Path) -> None:
     train(tmp_path, max_steps=1)
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         trainer = new_trainer(tmp_path, new_model().bfloat16(), [])
         trainer.add_callback(checkpoints)
         with pytest.raises(StateMismatch, match="another model"):
@@ -363,7 +364,7 @@ def test_training_that_does_not_resume_beside_checkpoints_is_refused_before_a_st
     tmp_path: Path,
 ) -> None:
     train(tmp_path)
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
         with pytest.raises(ValueError, match="without it") as caught:
             trainer.train()
@@ -378,7 +379,7 @@ def test_training_that_does_not_resume_beside_checkpoints_is_refused_before_a_st
 
 def test_training_that_is_to_begin_anew_begins_beside_the_checkpoints(tmp_path: Path) -> None:
     train(tmp_path)
-    with CheckpointCallback(tmp_path / "runs", resume=Resume(start="new")) as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs", resume=Resume(start="new")) as checkpoints:
         trainer = new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2)
         trainer.train()
         trainer.train()
@@ -389,14 +390,14 @@ def test_training_that_is_to_begin_anew_begins_beside_the_checkpoints(tmp_path: 
 
 
 def test_training_in_an_empty_directory_begins_without_materialize(tmp_path: Path) -> None:
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         new_trainer(tmp_path, new_model(), [checkpoints], max_steps=2).train()
     assert CheckpointManager(tmp_path / "runs").resume().step == 2
 
 
 def test_directory_that_is_made_and_not_given_to_the_trainer_is_an_error(tmp_path: Path) -> None:
     train(tmp_path)
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         checkpoints.materialize()
         with pytest.raises(ValueError, match=r"of step 6, and the training begins at step 0: wri"):
             new_trainer(tmp_path, new_model(), [checkpoints]).train()
@@ -406,7 +407,7 @@ def test_tied_weights_resumed_are_tied_and_equal(tmp_path: Path) -> None:
     def run(place: Path, *callbacks: Any) -> Any:
         torch.manual_seed(0)
         model = BertForMaskedLM(BertConfig(**SMALL))
-        with CheckpointCallback(place) as checkpoints:
+        with TrainerCheckpoints(place) as checkpoints:
             trainer = new_trainer(
                 tmp_path, model, [checkpoints, *callbacks], data_collator=same_labels
             )
@@ -429,7 +430,7 @@ def test_checkpoint_that_is_not_of_a_trainer_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "runs") as manager:
         manager.save(1, {"weights": [1.0]})
     with (
-        CheckpointCallback(tmp_path / "runs") as checkpoints,
+        TrainerCheckpoints(tmp_path / "runs") as checkpoints,
         pytest.raises(UnsupportedCheckpoint, match="no state of a Trainer"),
     ):
         checkpoints.materialize()
@@ -454,7 +455,7 @@ def test_sharded_training_is_refused_by_name(name: str, value: object, tmp_path:
     args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
     setattr(args, name, value)  # the real ones need a launcher
     with pytest.raises(ValueError, match=name):
-        CheckpointCallback(tmp_path / "runs").on_init_end(args, None, None)
+        TrainerCheckpoints(tmp_path / "runs").on_init_end(args, None, None)
 
 
 def test_training_in_several_processes_is_refused_by_name(tmp_path: Path) -> None:
@@ -463,19 +464,19 @@ def test_training_in_several_processes_is_refused_by_name(tmp_path: Path) -> Non
 
     args = Many(str(tmp_path), report_to="none", use_cpu=True)
     with pytest.raises(ValueError, match="world_size=2"):
-        CheckpointCallback(tmp_path / "runs").on_init_end(args, None, None)
+        TrainerCheckpoints(tmp_path / "runs").on_init_end(args, None, None)
 
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coordinator"):
-        CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
+        TrainerCheckpoints(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def test_training_outside_of_the_block_is_refused(tmp_path: Path) -> None:
-    checkpoints = CheckpointCallback(tmp_path / "runs")
-    with pytest.raises(RuntimeError, match="with CheckpointCallback"):
+    checkpoints = TrainerCheckpoints(tmp_path / "runs")
+    with pytest.raises(RuntimeError, match="with TrainerCheckpoints"):
         checkpoints.materialize()
-    with pytest.raises(RuntimeError, match="with CheckpointCallback"):
+    with pytest.raises(RuntimeError, match="with TrainerCheckpoints"):
         new_trainer(tmp_path, new_model(), [checkpoints]).train()
 
 
@@ -619,7 +620,11 @@ def test_model_without_configuration_trains_and_is_refused_by_from_pretrained(
         def forward(self, input_ids: Any, labels: Any) -> Any:
             return {"loss": (self.inner(input_ids.float()).sum(1) - labels).square().mean()}
 
-    with CheckpointCallback(tmp_path / "runs") as checkpoints:
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
         new_trainer(tmp_path, Plain(), [checkpoints], max_steps=1).train()
     with pytest.raises(UnsupportedCheckpoint, match="no configuration"):
         from_pretrained(BertForSequenceClassification, tmp_path / "runs")
+
+
+def test_earlier_name_is_the_same_class() -> None:
+    assert ours.CheckpointCallback is TrainerCheckpoints

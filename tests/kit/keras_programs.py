@@ -11,7 +11,7 @@ import numpy as np
 from keras import layers
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.keras import CheckpointCallback
+from ckptmgr.integrations.keras import KerasCheckpoints
 
 ROWS, SIZE = 64, 16  # 4 batches of an epoch
 
@@ -105,7 +105,7 @@ def _train(
     )
     model.compile(optimizer or keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
     kept = CheckpointConfig(keep="last(2) | best(1, loss, min)", **(config or {}))
-    with CheckpointCallback(directory, kept) as checkpoints:
+    with KerasCheckpoints(directory, kept) as checkpoints:
         history = model.fit(
             *data,
             epochs=-(-steps // (ROWS // SIZE)),

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.lightning import ManagerCheckpoint
+from ckptmgr.integrations.lightning import LightningCheckpoints
 from tests.kit.torch_programs import ROWS, SIZE, Noisy
 
 
@@ -99,7 +99,7 @@ def _fit(directory: str, loader: Any, async_save: Any = False, **options: Any) -
     lightning.seed_everything(0, verbose=False)
     model = Model()
     config = CheckpointConfig(keep="last(2) | best(1, loss, min)", async_save=async_save)
-    checkpoints = ManagerCheckpoint(directory, config)
+    checkpoints = LightningCheckpoints(directory, config)
     trainer = lightning.Trainer(
         callbacks=[checkpoints],
         accelerator="cpu",

@@ -13,7 +13,7 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import Callback, Model
 
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.mindspore import CheckpointCallback
+from ckptmgr.integrations.mindspore import MindSporeCheckpoints
 
 ROWS, SIZE = 32, 8  # 4 batches of an epoch
 
@@ -91,7 +91,7 @@ def train(
     """Train to a step; return the parameters."""
     made, rows = model(), dataset(is_generated=is_generated)
     epochs = -(-steps // (ROWS // SIZE))
-    checkpoints = CheckpointCallback(
+    checkpoints = MindSporeCheckpoints(
         directory, CheckpointConfig(**{"keep": "last(2)", **(config or {})})
     )
     first = checkpoints.resume(made, rows, epochs)

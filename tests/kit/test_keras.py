@@ -30,7 +30,7 @@ keras = pytest.importorskip("keras", reason="needs keras: make kit FRAMEWORK=ker
 from keras.callbacks import Callback  # noqa: E402
 from keras.utils import PyDataset  # noqa: E402
 
-from ckptmgr.integrations.keras import CheckpointCallback  # noqa: E402
+from ckptmgr.integrations.keras import CheckpointCallback, KerasCheckpoints  # noqa: E402
 from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
 
 pytestmark = [
@@ -113,7 +113,7 @@ def fit(
 ) -> Any:
     """Train on four batches an epoch; return the model."""
     model = model_of() if model is None else model
-    with CheckpointCallback(directory, config) as checkpoints:
+    with KerasCheckpoints(directory, config) as checkpoints:
         options.setdefault("initial_epoch", checkpoints.initial_epoch)
         if len(data) == 2:
             options.setdefault("batch_size", 8)
@@ -226,7 +226,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
 
             return super().step_end(step, without_class, **facts)
 
-    with CheckpointCallback(tmp_path) as checkpoints:
+    with KerasCheckpoints(tmp_path) as checkpoints:
         checkpoints.manager = Older("Older", tmp_path)
         model_of().fit(X, Y, batch_size=8, callbacks=[checkpoints], verbose=0)
     fit(tmp_path, 2)
@@ -240,7 +240,7 @@ def counted(directory: Path, epochs: int, **options: Any) -> Any:
     plateau = ReduceLROnPlateau("loss", min_delta=100.0, patience=2)
     early = EarlyStopping("loss", min_delta=100.0, patience=4, restore_best_weights=True)
     model, counting = model_of(), options.pop("counting", [plateau, early])
-    with CheckpointCallback(directory, counting=counting) as checkpoints:
+    with KerasCheckpoints(directory, counting=counting) as checkpoints:
         model.fit(
             X,
             Y,
@@ -265,7 +265,7 @@ def test_callbacks_that_count_epochs_go_on_counting(tmp_path: Path) -> None:
 def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path: Path) -> None:
     config = CheckpointConfig(keep="best(1, val_loss, min)")
     fit(tmp_path, 2, config=config, validation_data=(X, Y))
-    with CheckpointCallback(tmp_path, config) as checkpoints:
+    with KerasCheckpoints(tmp_path, config) as checkpoints:
         best = checkpoints.manager.best("val_loss")
         assert best is not None
         assert (best.step, best.epoch) == (8, 2)
@@ -278,7 +278,7 @@ def test_only_the_best_epochs_are_written(tmp_path: Path) -> None:
     rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 if epoch < 2 else 10.0)
     config = CheckpointConfig(keep="best(1, val_loss, min)", save_only_kept=True)
     for epochs in (2, 4):
-        with CheckpointCallback(tmp_path, config) as checkpoints:
+        with KerasCheckpoints(tmp_path, config) as checkpoints:
             places = {"initial_epoch": checkpoints.initial_epoch, "epochs": epochs}
             options = {"batch_size": 8, "validation_data": (X, Y), "verbose": 0, **places}
             model_of().fit(X, Y, callbacks=[rates, checkpoints], **options)
@@ -392,7 +392,7 @@ def test_other_batch_size_at_the_edge_of_an_epoch_is_taken(tmp_path: Path) -> No
 GROUPED = """
 import sys, keras, numpy as np
 from ckptmgr import CheckpointManager, StateMismatch
-from ckptmgr.integrations.keras import CheckpointCallback
+from ckptmgr.integrations.keras import KerasCheckpoints
 from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
 
 x = np.ones((32, 4), "float32")
@@ -401,7 +401,7 @@ def fit(name, epochs, *more, group=3):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
     model.compile("adam", "mse", steps_per_execution=group)
-    with CheckpointCallback(name) as checkpoints:
+    with KerasCheckpoints(name) as checkpoints:
         model.fit(x, x[:, :1], batch_size=8, epochs=epochs, verbose=0,
             initial_epoch=checkpoints.initial_epoch, callbacks=[*more, checkpoints])
     return model.get_weights()
@@ -449,27 +449,27 @@ def test_fit_that_begins_with_another_epoch_is_refused(tmp_path: Path) -> None:
 
 def test_second_fit_is_refused(tmp_path: Path) -> None:
     model = model_of()
-    with CheckpointCallback(tmp_path) as checkpoints:
+    with KerasCheckpoints(tmp_path) as checkpoints:
         model.fit(X, Y, callbacks=[checkpoints], verbose=0)
         with pytest.raises(RuntimeError, match="for one fit"):
             model.fit(X, Y, callbacks=[checkpoints], verbose=0)
 
 
 def test_fit_outside_of_the_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="train inside `with CheckpointCallback"):
-        model_of().fit(X, Y, callbacks=[CheckpointCallback(tmp_path)], verbose=0)
+    with pytest.raises(RuntimeError, match="train inside `with KerasCheckpoints"):
+        model_of().fit(X, Y, callbacks=[KerasCheckpoints(tmp_path)], verbose=0)
 
 
 def test_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"x": 1})
     with pytest.raises(UnsupportedCheckpoint, match="no state of a fit"):
-        _ = CheckpointCallback(tmp_path).initial_epoch
+        _ = KerasCheckpoints(tmp_path).initial_epoch
 
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="coordinator= has no effect"):
-        CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
+        KerasCheckpoints(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def test_backend_that_cannot_be_resumed_is_refused_by_name(
@@ -477,13 +477,13 @@ def test_backend_that_cannot_be_resumed_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
     with pytest.raises(ValueError, match=r"KERAS_BACKEND=tensorflow.*jax or torch"):
-        CheckpointCallback(tmp_path)
+        KerasCheckpoints(tmp_path)
 
 
 def test_model_and_optimizer_inside_a_plain_state_are_refused(tmp_path: Path) -> None:
     model = model_of()
     for state, path in (({"net": model}, "net"), ({"o": model.optimizer}, "o")):
-        said = rf"state\['{path}'\] is a keras.*\n?.*CheckpointCallback"
+        said = rf"state\['{path}'\] is a keras.*\n?.*KerasCheckpoints"
         with pytest.raises(UnsupportedState, match=said):
             CheckpointManager(tmp_path).resume(state)
         with pytest.raises(UnsupportedState, match=said):
@@ -505,7 +505,7 @@ def test_loader_without_a_length_saves_its_steps_one_by_one(tmp_path: Path) -> N
 def without_checkpoints(text: str) -> str:
     """Return the same program without ckptmgr."""
     text = re.sub(r"from ckptmgr.*\n", "", text)
-    head, _, body = re.split(r"( +with CheckpointCallback.*\n)", text)
+    head, _, body = re.split(r"( +with KerasCheckpoints.*\n)", text)
     block, end, tail = body.partition("    return model")
     text = head + re.sub("^    ", "", block, flags=re.MULTILINE) + end + tail
     text = text.replace("initial_epoch=checkpoints.initial_epoch", "initial_epoch=0")
@@ -562,3 +562,7 @@ def test_count_that_a_checkpoint_names_is_set_only_if_it_is_one_of_the_callback(
     with pytest.raises(StateMismatch, match=r"ModelCheckpoint\.filepath is no count of it"):
         put_counts([kept], [{"filepath": str(tmp_path / "other.keras")}])
     assert kept.filepath == str(tmp_path / "model.keras")
+
+
+def test_earlier_name_is_the_same_class() -> None:
+    assert CheckpointCallback is KerasCheckpoints

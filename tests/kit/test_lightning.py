@@ -23,7 +23,8 @@ from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Resume  # noqa: E402
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint  # noqa: E402
-from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
+from ckptmgr.integrations import lightning as ours  # noqa: E402
+from ckptmgr.integrations.lightning import LightningCheckpoints  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
 
 pytestmark = pytest.mark.kit
@@ -73,7 +74,7 @@ def fit(
 ) -> Any:
     """Train, by default from the newest checkpoint; return the trainer."""
     config = CheckpointConfig(**options.pop("config", {}))
-    checkpoints = ManagerCheckpoint(directory, config, **options.pop("callback", {}))
+    checkpoints = LightningCheckpoints(directory, config, **options.pop("callback", {}))
     trainer = lightning.Trainer(
         max_steps=steps,
         callbacks=[checkpoints, *options.pop("callbacks", [])],
@@ -368,7 +369,7 @@ class Validated(BoringModel):  # type: ignore[misc]
 def validated(directory: Path, epochs: int, **options: Any) -> list[int]:
     """Train some epochs of four steps that are validated; return the steps that are there."""
     config = CheckpointConfig(**options)
-    checkpoints = ManagerCheckpoint(directory, config)
+    checkpoints = LightningCheckpoints(directory, config)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         callbacks=[checkpoints],
@@ -459,13 +460,13 @@ def test_strategy_that_saves_shards_is_refused_by_name(name: str, tmp_path: Path
     made = getattr(lightning.pytorch.strategies, name)
     trainer = SimpleNamespace(strategy=object.__new__(made), world_size=1, fast_dev_run=False)
     with pytest.raises(ValueError, match=f"{name} saves shards"):
-        ManagerCheckpoint(tmp_path).setup(trainer, None, "fit")
+        LightningCheckpoints(tmp_path).setup(trainer, None, "fit")
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     trainer = SimpleNamespace(strategy=object(), world_size=2, fast_dev_run=False)
     with pytest.raises(ValueError, match=r"there are 2.*CkptmgrIO"):
-        ManagerCheckpoint(tmp_path).setup(trainer, None, "fit")
+        LightningCheckpoints(tmp_path).setup(trainer, None, "fit")
 
 
 @pytest.mark.usefixtures("quiet")
@@ -568,7 +569,7 @@ def test_resumed_run_with_more_steps_ends_as_one_run(tmp_path: Path) -> None:
 
 def test_unknown_start_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'newest' or 'new'"):
-        ManagerCheckpoint(tmp_path, resume=Resume(start="old"))  # type: ignore[arg-type]
+        LightningCheckpoints(tmp_path, resume=Resume(start="old"))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("quiet")
@@ -616,3 +617,7 @@ def test_configuration_with_interpolations_goes_on_where_the_program_has_the_sam
     configured("${width}", 3)
     with pytest.raises(UnsupportedCheckpoint, match="double"):
         configured("${oc.env:HOME}", 4)
+
+
+def test_earlier_name_is_the_same_class() -> None:
+    assert ours.ManagerCheckpoint is LightningCheckpoints

@@ -21,7 +21,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
 from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
-from ckptmgr.integrations.lightning import ManagerCheckpoint  # noqa: E402
+from ckptmgr.integrations.lightning import LightningCheckpoints  # noqa: E402
 
 pytestmark = [pytest.mark.kit, pytest.mark.usefixtures("quiet")]
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,7 @@ def quiet() -> Iterator[None]:
 def fit(directory: Path, model: Any, *callbacks: Any, **options: Any) -> Any:
     """Train from the newest checkpoint, two batches an epoch; return the trainer."""
     config = CheckpointConfig(save_checkpoint_steps=options.pop("every", 1))
-    checkpoints = ManagerCheckpoint(directory / "runs", config)
+    checkpoints = LightningCheckpoints(directory / "runs", config)
     trainer = lightning.Trainer(
         callbacks=[*callbacks, checkpoints],
         limit_train_batches=2,
@@ -125,15 +125,15 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.demos.boring_classes import BoringModel
 from ckptmgr import CheckpointConfig
-from ckptmgr.integrations.lightning import ManagerCheckpoint
+from ckptmgr.integrations.lightning import LightningCheckpoints
 
-assert issubclass(ManagerCheckpoint, pl.callbacks.Checkpoint)
+assert issubclass(LightningCheckpoints, pl.callbacks.Checkpoint)
 assert "lightning.pytorch" not in sys.modules
 found = []
 for name, ends in (("uncut", [7]), ("cut", [3, 7])):
     for end in ends:
         pl.seed_everything(0, verbose=False)
-        checkpoints = ManagerCheckpoint(name, CheckpointConfig(keep="last(2)"))
+        checkpoints = LightningCheckpoints(name, CheckpointConfig(keep="last(2)"))
         trainer = pl.Trainer(max_steps=end, callbacks=[checkpoints], logger=False, accelerator="cpu",
                              limit_val_batches=0, enable_progress_bar=False, limit_train_batches=4)
         model = BoringModel()

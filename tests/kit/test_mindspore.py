@@ -122,7 +122,7 @@ def run(
     """Train; return the callback of the checkpoints, and the model."""
     model = programs.model() if model is None else model
     rows = programs.dataset() if rows is None else rows
-    checkpoints = ours.CheckpointCallback(directory, CheckpointConfig(**config))
+    checkpoints = ours.MindSporeCheckpoints(directory, CheckpointConfig(**config))
     first = checkpoints.resume(model, rows, epochs)
     model.train(epochs, rows, callbacks=[checkpoints, *callbacks], initial_epoch=first)
     return checkpoints, model
@@ -172,7 +172,7 @@ def test_evaluation_of_fit_is_in_the_checkpoint_of_the_last_step_of_the_epoch(
     tmp_path: Path,
 ) -> None:
     model, rows = programs.model(), programs.dataset()
-    checkpoints = ours.CheckpointCallback(tmp_path, CheckpointConfig(keep="all"))
+    checkpoints = ours.MindSporeCheckpoints(tmp_path, CheckpointConfig(keep="all"))
     first = checkpoints.resume(model, rows, 2)
     valid = programs.dataset(is_shuffled=False)
     model.fit(2, rows, valid, callbacks=[checkpoints], initial_epoch=first)
@@ -194,7 +194,7 @@ def test_named_steps_stay_the_ends_of_epochs_after_a_stop_inside_one(tmp_path: P
         model, rows = programs.model(), programs.dataset()
         every = 2 * rows.get_dataset_size()
         policy = AtSteps(*range(every, 6 * EPOCH + 1, every))
-        checkpoints = ours.CheckpointCallback(tmp_path, save_policy=policy)
+        checkpoints = ours.MindSporeCheckpoints(tmp_path, save_policy=policy)
         first = checkpoints.resume(model, rows, 6)
         model.train(6, rows, callbacks=[checkpoints, *callbacks], initial_epoch=first)
         return checkpoints
@@ -211,7 +211,7 @@ def test_only_the_epochs_with_the_best_evaluation_are_saved(tmp_path: Path) -> N
             saved.append(event.step)
 
     config = CheckpointConfig(keep="best(1, mae, max)", save_only_kept=True)
-    checkpoints = ours.CheckpointCallback(tmp_path, config, observe=note)
+    checkpoints = ours.MindSporeCheckpoints(tmp_path, config, observe=note)
     model, rows = programs.model(), programs.dataset()
     first = checkpoints.resume(model, rows, 4)
     valid = programs.dataset(is_shuffled=False)
@@ -243,7 +243,7 @@ def test_run_that_saves_in_the_background_goes_on_bit_for_bit(tmp_path: Path) ->
 def test_optimizer_goes_on_with_its_slots_and_its_step(tmp_path: Path) -> None:
     run(tmp_path, 1)
     model = programs.model(seed=5)
-    ours.CheckpointCallback(tmp_path).resume(model, programs.dataset(), 2)
+    ours.MindSporeCheckpoints(tmp_path).resume(model, programs.dataset(), 2)
     found = programs.returned(model)
     assert found["global_step"].tolist() == [EPOCH]
     assert np.any(found["moment1.0.weight"])
@@ -277,7 +277,7 @@ def test_exception_in_an_evaluation_inside_fit_closes_the_run_once(tmp_path: Pat
             raise _BrokenError
 
     model, rows = programs.model(), programs.dataset()
-    checkpoints = ours.CheckpointCallback(
+    checkpoints = ours.MindSporeCheckpoints(
         tmp_path, CheckpointConfig(save_checkpoint_steps=3, keep="all")
     )
     first = checkpoints.resume(model, rows, 2)
@@ -288,16 +288,16 @@ def test_exception_in_an_evaluation_inside_fit_closes_the_run_once(tmp_path: Pat
 
 def test_callback_has_none_of_the_old_names_which_fit_refuses() -> None:
     old = {"begin", "end", "epoch_begin", "epoch_end", "step_begin", "step_end"}
-    assert not old & vars(ours.CheckpointCallback).keys()
-    assert issubclass(ours.CheckpointCallback, train.Callback)
-    assert not issubclass(ours.CheckpointCallback, train.ModelCheckpoint)
+    assert not old & vars(ours.MindSporeCheckpoints).keys()
+    assert issubclass(ours.MindSporeCheckpoints, train.Callback)
+    assert not issubclass(ours.MindSporeCheckpoints, train.ModelCheckpoint)
 
 
 # ---------------------------------------------------------------------- what is refused, and warned of
 
 
 def test_training_that_does_not_resume_is_refused(tmp_path: Path) -> None:
-    checkpoints = ours.CheckpointCallback(tmp_path)
+    checkpoints = ours.MindSporeCheckpoints(tmp_path)
     with pytest.raises(RuntimeError, match=r"checkpoints\.resume\(model, dataset, epochs\)"):
         programs.model().train(1, programs.dataset(), callbacks=[checkpoints])
 
@@ -305,7 +305,7 @@ def test_training_that_does_not_resume_is_refused(tmp_path: Path) -> None:
 def test_other_initial_epoch_than_that_of_resume_is_refused(tmp_path: Path) -> None:
     run(tmp_path, 2)
     model, rows = programs.model(), programs.dataset()
-    checkpoints = ours.CheckpointCallback(tmp_path)
+    checkpoints = ours.MindSporeCheckpoints(tmp_path)
     assert checkpoints.resume(model, rows, 3) == 2
     with pytest.raises(ValueError, match=r"initial_epoch=2.* initial_epoch=0"):
         model.train(3, rows, callbacks=[checkpoints])
@@ -315,7 +315,7 @@ def test_other_batch_size_is_refused_with_both_numbers(tmp_path: Path) -> None:
     run(tmp_path, 1)
     rows = data.NumpySlicesDataset(np.zeros((9, 4), np.float32), ["x"], shuffle=False)
     with pytest.raises(StateMismatch, match=r"9 batches.* with 4"):
-        ours.CheckpointCallback(tmp_path).resume(programs.model(), rows, 2)
+        ours.MindSporeCheckpoints(tmp_path).resume(programs.model(), rows, 2)
 
 
 def test_other_network_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
@@ -323,7 +323,7 @@ def test_other_network_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     model = programs.model(seed=3, width=9)
     before = programs.returned(model)
     with pytest.raises(StateMismatch, match=r"0\.weight"):
-        ours.CheckpointCallback(tmp_path).resume(model, programs.dataset(), 2)
+        ours.MindSporeCheckpoints(tmp_path).resume(model, programs.dataset(), 2)
     assert differences(before, programs.returned(model)) == []
 
 
@@ -340,8 +340,8 @@ def test_other_class_of_optimizer_with_the_same_names_is_refused(tmp_path: Path)
     run(tmp_path, 1, model=linear(nn.Adagrad))
     rows = programs.dataset()
     with pytest.raises(StateMismatch, match="optimizer is Own, but the run was saved with Adagrad"):
-        ours.CheckpointCallback(tmp_path).resume(linear(Own), rows, 2)
-    assert ours.CheckpointCallback(tmp_path).resume(linear(nn.Adagrad), rows, 2) == 1
+        ours.MindSporeCheckpoints(tmp_path).resume(linear(Own), rows, 2)
+    assert ours.MindSporeCheckpoints(tmp_path).resume(linear(nn.Adagrad), rows, 2) == 1
 
 
 def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> None:
@@ -356,16 +356,16 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
             return super().step_end(step, without_class, **facts)
 
     model, rows = programs.model(), programs.dataset()
-    checkpoints = ours.CheckpointCallback(tmp_path)
+    checkpoints = ours.MindSporeCheckpoints(tmp_path)
     checkpoints.manager = Older(tmp_path)
     first = checkpoints.resume(model, rows, 1)
     model.train(1, rows, callbacks=[checkpoints], initial_epoch=first)
-    assert ours.CheckpointCallback(tmp_path).resume(programs.model(), rows, 2) == 1
+    assert ours.MindSporeCheckpoints(tmp_path).resume(programs.model(), rows, 2) == 1
 
 
 def test_coordinator_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"coordinator=.*ModelCheckpoint"):
-        ours.CheckpointCallback(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
+        ours.MindSporeCheckpoints(tmp_path, ranks=Ranks(Seat(Meeting(1), 0)))
 
 
 def with_dropout() -> Any:
@@ -379,7 +379,7 @@ def test_dropout_whose_operator_has_a_state_of_its_own_is_warned_of_at_a_resume(
 ) -> None:
     run(tmp_path, 1, model=with_dropout())
     with pytest.warns(UserWarning, match="1: MindSpore does not give the state"):
-        ours.CheckpointCallback(tmp_path).resume(with_dropout(), programs.dataset(), 2)
+        ours.MindSporeCheckpoints(tmp_path).resume(with_dropout(), programs.dataset(), 2)
 
 
 @pytest.fixture
@@ -396,7 +396,7 @@ def test_shuffled_data_without_a_seed_are_warned_of(tmp_path: Path) -> None:
     model = programs.model()
     data.config.set_seed(5489)
     with pytest.warns(UserWarning, match="mindspore.set_seed"):
-        ours.CheckpointCallback(tmp_path).resume(model, programs.dataset(), 2)
+        ours.MindSporeCheckpoints(tmp_path).resume(model, programs.dataset(), 2)
 
 
 def test_data_set_begins_at_its_first_batch_after_a_resumed_run(tmp_path: Path) -> None:
@@ -422,3 +422,7 @@ def test_loss_scale_goes_on_with_its_numbers(tmp_path: Path) -> None:
     again = Counting()
     run(tmp_path, 2, model=programs.model(loss_scale_manager=again))
     assert again.cur_iter == 77
+
+
+def test_earlier_name_is_the_same_class() -> None:
+    assert ours.CheckpointCallback is ours.MindSporeCheckpoints

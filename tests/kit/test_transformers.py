@@ -49,7 +49,7 @@ def test_training_goes_on_as_if_it_had_not_been_cut(cut: str, check: Callable[[s
 def without_checkpoints(text: str) -> str:
     """Return the same program without ckptmgr."""
     text = re.sub(r"from ckptmgr.*\n", "", text)
-    head, _, body = re.split(r"( +with CheckpointCallback.*\n)", text)
+    head, _, body = re.split(r"( +with TrainerCheckpoints.*\n)", text)
     block, end, tail = body.partition("    return {")
     text = head + re.sub("^    ", "", block, flags=re.MULTILINE) + end + tail
     text = text.replace(", callbacks=[checkpoints]", "")

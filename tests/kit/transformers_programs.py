@@ -64,7 +64,7 @@ def _train(
 ) -> object:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-    from ckptmgr.integrations.transformers import CheckpointCallback
+    from ckptmgr.integrations.transformers import TrainerCheckpoints
 
     torch.manual_seed(0)
     tokens = torch.randint(0, 50, (rows, 8))
@@ -90,7 +90,7 @@ def _train(
         **options,
     )
     kept = CheckpointConfig(keep="last(2) | best(1, eval_loss, min)", **(config or {}))
-    with CheckpointCallback(directory, kept) as checkpoints:
+    with TrainerCheckpoints(directory, kept) as checkpoints:
         trainer = Trainer(
             model, args, train_dataset=data, eval_dataset=data[:SIZE], callbacks=[checkpoints]
         )

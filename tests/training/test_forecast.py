@@ -18,6 +18,7 @@ from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.observers import Event, Observers
 from ckptmgr.policy.forecast import GOOD_SHARE, Demand, Forecast, Pace, most_kept
@@ -352,7 +353,7 @@ def test_callback_whose_names_are_computed_foresees_nothing(tmp_path: Path) -> N
 
 
 def noted(forecaster: Forecaster, at: float, **stats: Any) -> None:
-    forecaster.after_save(SaveHandle(stats=SaveStats(**stats)), at)
+    forecaster.saved(SaveHandle(stats=SaveStats(**stats)), SaveFacts(step=1, at=at))
 
 
 def test_pace_leaves_out_the_first_save_and_those_that_failed() -> None:

@@ -24,6 +24,7 @@ from ckptmgr import (
 )
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.stop_signals import StopWatch
 from ckptmgr.parallel.joint_stop import JointStop
@@ -158,7 +159,7 @@ def test_run_goes_on_for_as_long_as_two_saves_and_two_steps_have_time(
         assert not run.ask()
         run.step_ended(0)
         clock.now += 1.0
-        run.saved(saved(save_s))
+        run.saved(saved(save_s), SaveFacts(step=1))
         run.step_ended(1)
         signal.raise_signal(signal.SIGTERM)
         count = 0
@@ -167,7 +168,7 @@ def test_run_goes_on_for_as_long_as_two_saves_and_two_steps_have_time(
             clock.now += 1.0
             run.step_ended(1 + count)
     finally:
-        run.close()
+        run.closing()
     assert count == steps
     assert "SIGTERM asks the run to stop after step" in caplog.text
 
@@ -176,13 +177,13 @@ def test_save_that_takes_longer_than_the_grace_is_said(caplog: pytest.LogCapture
     run = Preemption(grace_s=10.0, coordinator=None, timeout_s=1.0)
     try:
         run.ask()
-        run.saved(saved(60.0))
+        run.saved(saved(60.0), SaveFacts(step=1))
         run.step_ended(1)
         run.step_ended(2)
         signal.raise_signal(signal.SIGTERM)
         run.step_ended(3)
     finally:
-        run.close()
+        run.closing()
     assert "the last save took 60 s, and the process is killed after 10 s" in caplog.text
 
 
@@ -195,7 +196,7 @@ def test_run_without_a_save_to_learn_from_stops_at_once() -> None:
         run.step_ended(2)
         assert run.is_decided
     finally:
-        run.close()
+        run.closing()
 
 
 def test_ranks_stop_after_the_same_step() -> None:

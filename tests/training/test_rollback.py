@@ -406,7 +406,7 @@ def test_snapshots_and_staging_stay_within_one_budget_and_the_save_comes_first(
         assert handle is not None
         handle.wait(60)
         assert run_copies == [True, True]
-        assert manager._past.recent.steps == [2]
+        assert manager._keep_states().recent.steps == [2]
         assert 16 * MIB <= ledger.host_bytes <= 20 * MIB
         assert handle.stats.staging_bytes < 9 * MIB
         assert manager.rollback().step == 2
@@ -430,9 +430,9 @@ def test_step_after_close_is_copied_into_memory_again(tmp_path: Path) -> None:
     with manager_with(tmp_path) as manager:
         manager.step_end(1, fresh())
         manager.close()
-        assert manager._past.recent.steps == []
+        assert manager._keep_states().recent.steps == []
         manager.step_end(2, fresh())
-        assert manager._past.recent.steps == [2]
+        assert manager._keep_states().recent.steps == [2]
 
 
 def test_close_gives_all_memory_of_snapshots_back(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false
 # (without Keras pyright takes this folder for it)
-"""`CheckpointCallback`: the checkpoints of a `CheckpointManager` as a callback of Keras.
+"""`KerasCheckpoints`: the checkpoints of a `CheckpointManager` as a callback of Keras.
 
 Only public names of Keras are used. Rules, each found by failing:
 
@@ -28,7 +28,6 @@ from typing import Any, Self
 import keras
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.integrations.keras.counts import counts_of, put_counts
@@ -71,7 +70,7 @@ class _Step:
     metrics: Mapping[str, float]
 
 
-class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
+class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """Saves, prunes and resumes one `fit`; a context manager around it.
 
     Args:
@@ -104,7 +103,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             raise ValueError(
                 f"KERAS_BACKEND={keras.backend.backend()} cannot be resumed bit for bit: choose {' or '.join(_BACKENDS)}"
             )
-        self.manager = FrameworkManager("CheckpointCallback", directory, config, **options)
+        self.manager = FrameworkManager("KerasCheckpoints", directory, config, **options)
         self._counting = tuple(counting)
         self._open = contextlib.ExitStack()  # while `fit` trains
         self._is_entered = self._has_begun = self._is_stopping = False
@@ -146,14 +145,7 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
         if self._initial_epoch is None:
             found = self.manager.resume()
             state: Any = found.state
-            if found.checkpoint is not None and not (
-                isinstance(state, dict) and state.keys() >= _PARTS
-            ):
-                raise UnsupportedCheckpoint(
-                    "holds no state of a fit that CheckpointCallback saved",
-                    path=self.manager.directory / found.checkpoint.path.name,
-                    hint="use another directory or prefix",
-                )
+            self.manager.check_parts(found, _PARTS, of="a fit")
             self._saved, self._step = state, found.step
             self._initial_epoch = 0 if state is None else int(state["epoch"])
         return self._initial_epoch
@@ -179,10 +171,10 @@ class CheckpointCallback(keras.callbacks.Callback):  # type: ignore[misc, unused
             StateMismatch: The model, or the class of its optimizer, is another than the saved one.
         """
         if not self._is_entered:
-            raise RuntimeError("train inside `with CheckpointCallback(...) as checkpoints:`")
+            raise RuntimeError("train inside `with KerasCheckpoints(...) as checkpoints:`")
         if self._has_begun:
             raise RuntimeError(
-                "a CheckpointCallback is for one fit: give each its own, with a prefix= or a directory"
+                "a KerasCheckpoints is for one fit: give each its own, with a prefix= or a directory"
             )
         self._has_begun = True
         _ = self.initial_epoch

@@ -56,7 +56,7 @@ def put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) ->
 
 
 def _mismatch(problems: list[str]) -> StateMismatch:
-    hint = "pass the same callbacks to CheckpointCallback(..., counting=[...])"
+    hint = "pass the same callbacks to KerasCheckpoints(..., counting=[...])"
     return mismatch("this fit", problems, hint=hint)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of PyTorch Lightning: `ManagerCheckpoint`, a callback, and `CkptmgrIO`, a plugin.
+"""Checkpoints of PyTorch Lightning: `LightningCheckpoints`, a callback, and `CkptmgrIO`, a plugin.
 
 ```
-checkpoints = ManagerCheckpoint("runs/digits", CheckpointConfig(save_checkpoint_steps=100, keep="last(2)"))
+checkpoints = LightningCheckpoints("runs/digits", CheckpointConfig(save_checkpoint_steps=100, keep="last(2)"))
 trainer = Trainer(callbacks=[checkpoints])
 trainer.fit(model, loader, ckpt_path=checkpoints.latest())
 ```
@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any
 from ckptmgr.integrations.lightning.checkpoint_io import CkptmgrIO
 
 if TYPE_CHECKING:
-    from ckptmgr.integrations.lightning.callback import ManagerCheckpoint
+    from ckptmgr.integrations.lightning.callback import LightningCheckpoints
 
-__all__ = ["CkptmgrIO", "ManagerCheckpoint"]
+    ManagerCheckpoint = LightningCheckpoints
+
+__all__ = ["CkptmgrIO", "LightningCheckpoints", "ManagerCheckpoint"]
 
 
 def __getattr__(name: str) -> Any:
     """Import the callback when it is used: its base class is Lightning's."""
-    if name == "ManagerCheckpoint":
-        from ckptmgr.integrations.lightning.callback import ManagerCheckpoint
+    if name in ("LightningCheckpoints", "ManagerCheckpoint"):  # the second is the earlier name
+        from ckptmgr.integrations.lightning.callback import LightningCheckpoints
 
-        return ManagerCheckpoint
+        return LightningCheckpoints
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

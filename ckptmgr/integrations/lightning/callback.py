@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ManagerCheckpoint`: the checkpoints of a `CheckpointManager` as a callback of Lightning.
+"""`LightningCheckpoints`: the checkpoints of a `CheckpointManager` as a callback of Lightning.
 
 Only public names of Lightning are used. The state is the dictionary of `trainer.save_checkpoint`,
 which the trainer hands to the `CheckpointIO` of its strategy: during a fit that is one of ours, which
@@ -24,7 +24,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
@@ -71,7 +70,7 @@ def _packages() -> list[str]:
     loaded = [name for name in PACKAGES if name in sys.modules]
     found = [name for name in PACKAGES if find_spec(name.partition(".")[0]) is not None]
     if not loaded and not found:
-        raise ImportError("ManagerCheckpoint needs lightning or pytorch_lightning")
+        raise ImportError("LightningCheckpoints needs lightning or pytorch_lightning")
     return loaded or found[:1]
 
 
@@ -79,11 +78,11 @@ def _bases() -> tuple[Any, ...]:
     return tuple(importlib.import_module(f"{name}.callbacks").Checkpoint for name in _packages())
 
 
-class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
+class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     """Saves, deletes and resumes by a `CheckpointConfig`, bit for bit.
 
     ```
-    checkpoints = ManagerCheckpoint("runs/digits", CheckpointConfig(keep="last(2)"))
+    checkpoints = LightningCheckpoints("runs/digits", CheckpointConfig(keep="last(2)"))
     trainer = Trainer(callbacks=[checkpoints])
     trainer.fit(model, loader, ckpt_path=checkpoints.latest())
     ```
@@ -122,9 +121,9 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         **old: Any,
     ) -> None:
         super().__init__()
-        check_options("ManagerCheckpoint", old, options=_OLD, parameters=_PARAMETERS)
+        check_options("LightningCheckpoints", old, options=_OLD, parameters=_PARAMETERS)
         self.manager = FrameworkManager(
-            "ManagerCheckpoint",
+            "LightningCheckpoints",
             directory,
             config,
             prefix=prefix,
@@ -166,12 +165,12 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
         strategy = trainer.strategy
         if any(cls.__name__ in _SHARDING for cls in type(strategy).__mro__):
             raise ValueError(
-                f"{type(strategy).__name__} saves shards without a CheckpointIO, so ManagerCheckpoint cannot; for FSDP2 and"
+                f"{type(strategy).__name__} saves shards without a CheckpointIO, so LightningCheckpoints cannot; for FSDP2 and"
                 " tensor parallel states use ckptmgr.integrations.dcp"
             )
         if trainer.world_size > 1:
             raise ValueError(
-                f"ManagerCheckpoint saves the state of one process, and there are {trainer.world_size}: use"
+                f"LightningCheckpoints saves the state of one process, and there are {trainer.world_size}: use"
                 " ModelCheckpoint with the plugin ckptmgr.integrations.lightning.CkptmgrIO"
             )
         self._optimizers = {}
@@ -205,13 +204,10 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             return
         if trainer.global_step and trainer.global_step == self._ended_step:
             return  # a second fit of the same trainer
-        newest = self.manager.latest()
-        if newest is not None and self.manager.how.start == "newest":
-            raise ValueError(
-                f"{newest.path} is of step {newest.step}, and this fit does not resume it (Lightning's ckpt_path='last' finds"
-                " only its own files): pass ckpt_path=checkpoints.latest() to fit, or start a new run beside it with"
-                " ManagerCheckpoint(..., resume=Resume(start='new'))"
-            )
+        self.manager.check_may_begin(
+            "this fit does not resume it (Lightning's ckpt_path='last' finds only its own files)",
+            way_out="pass ckpt_path=checkpoints.latest() to fit, or start a new run beside it with",
+        )
         self.manager.resume()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -363,7 +359,7 @@ class ManagerCheckpoint(*_bases()):  # type: ignore[misc]
             )
         random = GlobalRandom()
         of_start = random.state_dict()
-        found = self.manager.resume(None, replace(self.manager.how, start="newest"))
+        found = self.manager.resume_newest()
         if found.is_fresh:
             reasons = "; ".join(f"{one.checkpoint.name}: {one.reason}" for one in found.skipped)
             raise CheckpointNotFound(

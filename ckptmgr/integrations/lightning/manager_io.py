@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `CheckpointIO` of a strategy while a `ManagerCheckpoint` is at work."""
+"""The `CheckpointIO` of a strategy while a `LightningCheckpoints` is at work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ManagerIO:
             trainer.save_checkpoint(SCHEME, weights_only=False)
             if self._taken is None:
                 raise UnsupportedState(
-                    f"{type(trainer.strategy).__name__} saves without its CheckpointIO, so ManagerCheckpoint cannot",
+                    f"{type(trainer.strategy).__name__} saves without its CheckpointIO, so LightningCheckpoints cannot",
                     hint="use a strategy that saves one state",
                 )
             return self._taken

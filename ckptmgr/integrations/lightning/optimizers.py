@@ -44,7 +44,7 @@ def check_optimizers(trainer: Any, stored: Mapping[str, Any]) -> None:
             ],
             hint="let configure_optimizers return what the run was saved with; or begin a run with its weights alone, by"
             " module.load_state_dict(checkpoints.manager.load('latest', only='state_dict')['state_dict']),"
-            " ManagerCheckpoint(..., resume=Resume(start='new')), and fit without ckpt_path",
+            " LightningCheckpoints(..., resume=Resume(start='new')), and fit without ckpt_path",
         )
 
 

@@ -17,7 +17,7 @@ import mindspore as _library
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.files.load.network import load_param_into_net
 from ckptmgr.files.serialization import save_checkpoint
-from ckptmgr.integrations.mindspore.checkpoint_callback import CheckpointCallback
+from ckptmgr.integrations.mindspore.checkpoint_callback import MindSporeCheckpoints
 from ckptmgr.integrations.mindspore.objects import (
     get_parameter_redundancy,
     load_checkpoint,
@@ -40,6 +40,7 @@ from ckptmgr.training.callback import ModelCheckpoint
 __all__ = [
     "CheckpointCallback",
     "CheckpointConfig",
+    "MindSporeCheckpoints",
     "ModelCheckpoint",
     "build_searched_strategy",
     "get_parameter_redundancy",
@@ -58,6 +59,8 @@ __all__ = [
     "unified_safetensors",
 ]
 
+CheckpointCallback = MindSporeCheckpoints
+"""The earlier name."""
 _MODULES = ("parallel", "train")
 
 

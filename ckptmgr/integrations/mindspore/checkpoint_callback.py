@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 # (without MindSpore pyright takes this file for it)
-"""`CheckpointCallback`: `Model.train` and `Model.fit` of MindSpore, resumed bit for bit.
+"""`MindSporeCheckpoints`: `Model.train` and `Model.fit` of MindSpore, resumed bit for bit.
 
 Rules, each found by failing:
 
@@ -42,11 +42,11 @@ _OF_LOSS_SCALE = ("loss_scale", "cur_iter", "last_overflow_iter", "bad_step")
 _CALL = "initial_epoch=checkpoints.resume(model, dataset, epochs)"
 
 
-class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
+class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
     """Saves, prunes and resumes the runs of a `Model`.
 
     ```
-    checkpoints = CheckpointCallback("runs/lenet", CheckpointConfig(save_checkpoint_steps=100))
+    checkpoints = MindSporeCheckpoints("runs/lenet", CheckpointConfig(save_checkpoint_steps=100))
     first = checkpoints.resume(model, dataset, 10)
     model.train(10, dataset, callbacks=[checkpoints], initial_epoch=first)
     ```
@@ -75,7 +75,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
     ) -> None:
         super().__init__()
         self.manager = FrameworkManager(
-            "CheckpointCallback", directory, config, instead="use ModelCheckpoint", **options
+            "MindSporeCheckpoints", directory, config, instead="use ModelCheckpoint", **options
         )
         self._model: Any = None
         self._first_epoch = 0
@@ -101,7 +101,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
             epochs: As for `Model.train`.
 
         Raises:
-            StateMismatch: The checkpoint is of another network, or of no `CheckpointCallback`, and
+            StateMismatch: The checkpoint is of another network, or of no `MindSporeCheckpoints`, and
                 nothing was changed; or it is of another class of optimizer, or of data with another
                 number of batches.
             CkptmgrError, OSError: As `CheckpointManager.resume`.
@@ -169,11 +169,11 @@ class CheckpointCallback(Callback):  # type: ignore[misc, unused-ignore]
         params = run_context.original_args()
         if self._model is None or params.train_network is not self._model.train_network:
             raise RuntimeError(
-                f"each training with CheckpointCallback begins with resume, for its model: Model.train(..., {_CALL})"
+                f"each training with MindSporeCheckpoints begins with resume, for its model: Model.train(..., {_CALL})"
             )
         if params.device_number > 1:
             raise ValueError(
-                f"CheckpointCallback saves the state of one process, and there are {params.device_number}: use"
+                f"MindSporeCheckpoints saves the state of one process, and there are {params.device_number}: use"
                 " ModelCheckpoint with a coordinator"
             )
         is_sink = bool(params.dataset_sink_mode)

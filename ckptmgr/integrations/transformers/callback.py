@@ -2,7 +2,7 @@
 # pyright: reportCallIssue=false
 # pyright: reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 # (without Transformers pyright takes this file for it)
-"""`CheckpointCallback`: the checkpoints of a `CheckpointManager` as a callback of the Trainer.
+"""`TrainerCheckpoints`: the checkpoints of a `CheckpointManager` as a callback of the Trainer.
 
 * A step is saved where the Trainer itself would save it: after its logs and its evaluation, so that
   their metrics belong to it, and the random numbers are those that the next step sees.
@@ -22,7 +22,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -33,7 +32,6 @@ import torch
 from transformers import TrainerCallback
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager
@@ -54,7 +52,7 @@ from ckptmgr.state.paths import StateMismatch
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
 
 
-class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves, prunes and resumes the runs of a Trainer; a context manager around its training.
 
     Args:
@@ -76,7 +74,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         config: CheckpointConfig | None = None,
         **options: Any,
     ) -> None:
-        self.manager = FrameworkManager("CheckpointCallback", directory, config, **options)
+        self.manager = FrameworkManager("TrainerCheckpoints", directory, config, **options)
         self._has_key = config is not None and config.enc_key is not None
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
@@ -135,18 +133,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         self._check_is_entered()
-        start = self.manager.resume(None, replace(self.manager.how, start="newest"))
+        start = self.manager.resume_newest(_PARTS, of="a Trainer")
         self._has_asked, self._resumed = True, None
         if start.checkpoint is None:
             return None
-        state = start.state
-        if not isinstance(state, dict) or not state.keys() >= _PARTS:
-            raise UnsupportedCheckpoint(
-                "holds no state of a Trainer that CheckpointCallback saved",
-                path=self.manager.directory / start.checkpoint.path.name,
-                hint="use another directory or prefix",
-            )
-        # Values that are compared later are kept without elements.
+        state: Any = start.state
+        # What is compared later is kept without elements.
         self._stored_model = kinds_of(state["model"])
         self._check_model()
         self._stored_optimizer = {
@@ -265,15 +257,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._check_model()
         self._model = self._stored_model = None
         has_asked, self._has_asked = self._has_asked, False
-        newest = None if has_asked else self.manager.latest()
-        if newest is not None and self.manager.how.start == "new":
+        problem = f"this training begins at step {state.global_step}, without it"
+        way_out = f"write {CALL} to go on from it, or begin a new run beside it with"
+        if not has_asked and self.manager.check_may_begin(problem, way_out=way_out) is not None:
             self.manager.resume()
-        elif newest is not None:
-            raise ValueError(
-                f"{newest.path} is of step {newest.step}, and this training begins at step {state.global_step}, without it:"
-                f" write {CALL} to go on from it, or begin a new run beside it with"
-                " CheckpointCallback(..., resume=Resume(start='new'))"
-            )
         if self._resumed is None:
             return
         if state.global_step != self._resumed.step:
@@ -341,7 +328,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
 
     def _check_is_entered(self) -> None:
         if not self._is_entered:
-            raise RuntimeError("train inside `with CheckpointCallback(...) as checkpoints:`")
+            raise RuntimeError("train inside `with TrainerCheckpoints(...) as checkpoints:`")
 
 
 def _is_whole(state: Any) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals and warnings of a `CheckpointCallback` before the first step."""
+"""Refusals and warnings of a `TrainerCheckpoints` before the first step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_arguments(args: Any) -> None:
     for name, value in refused.items():
         if value:
             raise ValueError(
-                f"TrainingArguments({name}={value!r}) cannot be had with CheckpointCallback: leave it out,"
+                f"TrainingArguments({name}={value!r}) cannot be had with TrainerCheckpoints: leave it out,"
                 " or leave the checkpoints to the Trainer"
             )
 

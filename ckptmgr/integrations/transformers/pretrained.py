@@ -36,9 +36,9 @@ def from_pretrained(
 
     Args:
         cls: The class of the model, or one of the `Auto` classes.
-        directory: Directory of the checkpoints that `CheckpointCallback` saved, or of the model.
+        directory: Directory of the checkpoints that `TrainerCheckpoints` saved, or of the model.
         key: Opens the files. A file that is not encrypted is then refused.
-        prefix: As for `CheckpointCallback`.
+        prefix: As for `TrainerCheckpoints`.
         options: As for `cls.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -56,7 +56,7 @@ def from_pretrained(
             raise CheckpointNotFound(
                 "there is no checkpoint of a Trainer",
                 path=place,
-                hint="name the directory, and prefix=, of a CheckpointCallback, or one with config.json and model.safetensors",
+                hint="name the directory, and prefix=, of a TrainerCheckpoints, or one with config.json and model.safetensors",
             )
         found: Any = manager.load(newest, only=["model", "config"])
     if found["config"] is None:

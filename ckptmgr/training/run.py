@@ -1,48 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Factory of the parts of a run, for a manager or a callback, one process or many ranks."""
+"""`Run`: what a manager and a callback share, for one process or many ranks."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.trust import Trust
+from ckptmgr.config.config import CheckpointConfig, trust_of
 from ckptmgr.core.urls import is_url
-from ckptmgr.engine.engine import SaveEngine, engine_for
+from ckptmgr.engine.engine import engine_for
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.observe.observers import Observers
 from ckptmgr.parallel.team import Team
+from ckptmgr.policy.save import SavePolicy
 from ckptmgr.series.commit import Alone, Commit, Here, Target
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.name_limits import check_name_lengths
 from ckptmgr.store.store import Store
-from ckptmgr.training.options import System
+from ckptmgr.training.companions import Companion
+from ckptmgr.training.due import DueSaves
+from ckptmgr.training.forecast import Forecaster
+from ckptmgr.training.history import Progress
+from ckptmgr.training.options import RunOptions
 
 if TYPE_CHECKING:  # a run without a mirror needs none of it
     from ckptmgr.remote.mirror import Mirror, MirrorUploads
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunParts:
-    """Creates the parts of a run."""
+class Run:
+    """Configuration, ranks, engine and policy of a run, its companions, and what it reads and writes by.
 
-    config: CheckpointConfig
-    trust: Trust
-    team: Team
-    system: System
-    observers: Observers
+    A manager and a callback each have one.
+    """
 
-    @property
-    def clock(self) -> Callable[[], float]:
-        """Seconds since the epoch."""
-        return self.system.clock
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        options: RunOptions,
+        team: Team,
+        *,
+        observers: Observers,
+        has_before_update: bool,
+    ) -> None:
+        self.config = config
+        self.trust = trust_of(config, options.trust)
+        self.team = team
+        self.system = options.system
+        self.clock = options.system.clock
+        self.observers = observers
+        self.engine = engine_for(
+            config, has_before_update=has_before_update, has_peers=team.is_many
+        )
+        self.forecaster = Forecaster(config, observers)
+        self.companions: list[Companion] = [self.forecaster]
+        if team.is_many:
+            from ckptmgr.parallel.slicer import tensor_specs
+
+            tensor_specs(named_tensors(config.append_dict or {}))  # refuses texts
+
+    def due(self, policy: SavePolicy, progress: Callable[[], Progress]) -> DueSaves:
+        """Return what decides about saves; `progress` returns the saves so far."""
+        return DueSaves(
+            policy,
+            only_kept=self.config.only_kept,
+            progress=progress,
+            clock=self.clock,
+            observers=self.observers,
+            coordinator=self.team.coordinator,
+            timeout_s=self.team.timeout_s,
+        )
+
+    def alone(self) -> Run:
+        """Return the same run as one process; the slices stay those of this rank."""
+        one = copy(self)
+        one.team = Team(slicer=self.team.slicer)
+        return one
 
     @property
     def options(self) -> SaveOptions:
@@ -123,14 +162,8 @@ class RunParts:
             own_runs=lambda: writer.own_runs,
         )
 
-    def engine(self, *, has_before_update: bool) -> SaveEngine:
-        """Return the save engine; raises as `engine_for`."""
-        return engine_for(
-            self.config, has_before_update=has_before_update, has_peers=self.team.is_many
-        )
-
     def uploads(
-        self, mirror: Mirror | str | None, writer: SeriesWriter, *, below: Path, is_alone: bool
+        self, mirror: Mirror | str | None, writer: SeriesWriter, *, below: Path
     ) -> MirrorUploads | None:
         """Return the uploads of a mirror of the directory, which is `below` or in it; None without one.
 
@@ -141,7 +174,7 @@ class RunParts:
             return None
         from ckptmgr.remote.mirror import MirrorUploads, mirror_of
 
-        if not is_alone:
+        if self.team.is_many:
             raise ValueError(
                 "mirror has no effect with a coordinator: many ranks write one checkpoint; upload it beside the run with "
                 "ckptmgr copy SEL URL"
