@@ -14,13 +14,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import NoReturn, Self
 
-from ckptmgr.core.errors import UnsupportedCheckpoint
-from ckptmgr.core.model import ORDER, UNFINISHED, Checkpoint, Pin
+from ckptmgr import Checkpoint, UnsupportedCheckpoint, parse_policy
+from ckptmgr.core.model import ORDER, UNFINISHED
 from ckptmgr.core.shard_names import new_attempt_id, shard_name
-from ckptmgr.core.trust import DEFAULT_TRUST
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.appending import opened_to_append
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.foreign.check import verify_foreign
@@ -28,20 +25,16 @@ from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.foreign.place import ForeignPlace
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.quarantine import quarantine
-from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.objects.directory import DATA
 from ckptmgr.objects.place import ObjectPlace
-from ckptmgr.objects.requests import Objects
 from ckptmgr.parallel.rank_commit import together
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint
-from ckptmgr.store.manifest.codec import Manifest, manifest_name
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from ckptmgr.testing.places import Capability, PlaceUnderTest
 from tests.cli.running import run
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import GOLDEN, GOLDEN_RUNS
@@ -57,7 +50,7 @@ class WatchedDisk(FailingDisk):
     """A real disk on which a reader looks before each change; what it does itself is not watched."""
 
     def __init__(self, look: Callable[[], None]) -> None:
-        super().__init__(OsFileSystem())
+        super().__init__(api.OsFileSystem())
         self._look = look
         self._looking = threading.RLock()
 
@@ -71,7 +64,7 @@ class WatchedDisk(FailingDisk):
 class WatchedObjects(CountedObjects):
     """An object store in which a reader looks before each change."""
 
-    def __init__(self, objects: Objects, look: Callable[[], None]) -> None:
+    def __init__(self, objects: api.Objects, look: Callable[[], None]) -> None:
         super().__init__(objects)
         self._look = look
 
@@ -104,10 +97,10 @@ class LocalPlace(PlaceUnderTest):
         )
     )  # fmt: skip
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         self.directory = directory
         self.names: tuple[str, ...] = (str(directory),)
-        self.store = Store(directory, fs=fs)
+        self.store = api.place(directory, fs=fs)
         self._held = False
 
     def again(self) -> Self:
@@ -129,7 +122,7 @@ class LocalPlace(PlaceUnderTest):
     def content(self, checkpoint: Checkpoint) -> bytes:
         return verified(self.store, checkpoint)
 
-    def manifest(self, name: str) -> Manifest | None:
+    def manifest(self, name: str) -> api.Manifest | None:
         return self.store.read_manifest(name)
 
     def free_space(self) -> int | None:
@@ -139,10 +132,14 @@ class LocalPlace(PlaceUnderTest):
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
         writer = SeriesWriter(
-            self.store, series, options=SaveOptions(), clock=self._clock, run_id=f"run-of-{series}"
+            self.store,
+            series,
+            options=api.SaveOptions(),
+            clock=self._clock,
+            run_id=f"run-of-{series}",
         )
         with contextlib.closing(writer):
-            facts = SaveFacts(step=step, metrics=metrics)
+            facts = api.SaveFacts(step=step, metrics=metrics)
             return writer.save(f"{series}-{step}.ckpt", items(step), facts)
 
     def _clock(self) -> float:
@@ -158,7 +155,7 @@ class LocalPlace(PlaceUnderTest):
     def plant_half_written(self, step: int) -> None:
         self.store.make_directory()
         name = f"net-{step}.ckpt"
-        for one in (name, manifest_name(name)):
+        for one in (name, api.manifest_name(name)):
             temp = temp_name(one, token=dead_token(), series="net")
             (self.directory / temp).write_bytes(b"half")
 
@@ -190,13 +187,15 @@ class LocalPlace(PlaceUnderTest):
     def quarantine(self, checkpoint: Checkpoint) -> None:
         quarantine(self.store, checkpoint, now=checkpoint.saved_at)
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         with lease_of_checkpoint(self.store, checkpoint):
             self.store.change_manifest(checkpoint, change)
 
     def protect(self, checkpoint: Checkpoint) -> None:
         with lease_of_checkpoint(self.store, checkpoint):
-            self.store.change_pins(checkpoint, lambda pins: (*pins, Pin(name="pinned")))
+            self.store.change_pins(checkpoint, lambda pins: (*pins, api.Pin(name="pinned")))
 
     def read_note(self, name: str) -> bytes | None:
         path = self.directory / name
@@ -215,7 +214,7 @@ class RanksPlace(LocalPlace):
 
     can = LocalPlace.can - {"overwrites", "quarantine"}
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "rank 0")  # as all ranks say which one of them failed
 
@@ -232,12 +231,12 @@ class RanksPlace(LocalPlace):
                 self.store,
                 series,
                 commit=together(Seat(meeting, rank)),
-                options=SaveOptions(),
+                options=api.SaveOptions(),
                 clock=self._clock,
                 run_id=f"run-of-{series}",
             )
             with contextlib.closing(writer):
-                facts = SaveFacts(step=step, metrics=metrics)
+                facts = api.SaveFacts(step=step, metrics=metrics)
                 return writer.save(f"{series}-{step}.shards", items(step + rank), facts)
 
         outcomes = run_ranks(meeting, save)
@@ -256,11 +255,11 @@ class ObjectsPlace(PlaceUnderTest):
 
     can: frozenset[Capability] = frozenset(("manifests", "removes"))
 
-    def __init__(self, objects: Objects, source: LocalPlace) -> None:
+    def __init__(self, objects: api.Objects, source: LocalPlace) -> None:
         self.objects = objects
         self.names = (objects.url, "object store")
         self._source = source
-        self._place = ObjectPlace(objects, trust=DEFAULT_TRUST)
+        self._place = ObjectPlace(objects, trust=api.DEFAULT_TRUST)
 
     def again(self) -> Self:
         return type(self)(self.objects, self._source)
@@ -280,7 +279,7 @@ class ObjectsPlace(PlaceUnderTest):
     def content(self, checkpoint: Checkpoint) -> bytes:
         return verified(self._place, checkpoint)
 
-    def manifest(self, name: str) -> Manifest | None:
+    def manifest(self, name: str) -> api.Manifest | None:
         return self._place.read_manifest(name)
 
     def free_space(self) -> int | None:
@@ -323,7 +322,9 @@ class ObjectsPlace(PlaceUnderTest):
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.objects.url, "--quarantine")
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         refused_command("tag", str(checkpoint.path), "best")
 
     def protect(self, checkpoint: Checkpoint) -> None:
@@ -340,7 +341,7 @@ class TrainerPlace(LocalPlace):
         ("overwrites", "locks", "trash", "protects", "notes", "space")
     )
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "what another tool wrote")
 
@@ -402,16 +403,18 @@ class TrainerPlace(LocalPlace):
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.directory, "--quarantine")
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         refused_command("tag", str(checkpoint.path), "best")
 
     def protect(self, checkpoint: Checkpoint) -> None:
         self._note(self.listed()[0].path, best_model_checkpoint=f"/runs/{checkpoint.name}")
 
 
-def verified(store: Store, checkpoint: Checkpoint) -> bytes:
+def verified(store: api.Place, checkpoint: Checkpoint) -> bytes:
     """Return the bytes of the files of a checkpoint, which passes the check of its digests."""
-    problems = verify_checkpoint(store, checkpoint).problems
+    problems = api.verify(store, checkpoint).problems
     assert not problems, problems
     found = b""
     for name in checkpoint.shards or (checkpoint.name,):
