@@ -8,14 +8,12 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Self
 
-from ckptmgr import Checkpoint, UnsupportedCheckpoint, parse_policy
-from ckptmgr.core.model import ORDER, UNFINISHED
+from ckptmgr import Checkpoint, UnsupportedCheckpoint
+from ckptmgr.core.place import Place
 from ckptmgr.core.shard_names import new_attempt_id, shard_name
 from ckptmgr.io.appending import opened_to_append
 from ckptmgr.io.leases import lease_path
@@ -23,7 +21,7 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.foreign.place import ForeignPlace
-from ckptmgr.maintenance.prune import undo
+from ckptmgr.maintenance.prune_plan import Planner
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.objects.directory import DATA
 from ckptmgr.objects.place import ObjectPlace
@@ -39,7 +37,7 @@ from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import GOLDEN, GOLDEN_RUNS
 from tests.support.planted import dead_token
-from tests.support.pruning import carry_out, propose
+from tests.support.pruning import planner_of
 from tests.support.saved import START_S, flip, items
 
 Errors = Sequence[Exception]
@@ -74,12 +72,6 @@ class WatchedObjects(CountedObjects):
         return super()._request(kind, key, carry_out)
 
 
-def newest_first(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints newest first, unfinished ones last."""
-    ordered = sorted(found, key=ORDER, reverse=True)
-    return sorted(ordered, key=lambda one: one.state in UNFINISHED)
-
-
 def refused_command(*arguments: str | Path) -> NoReturn:
     """Run a command that must be refused; raise its refusal."""
     result = run(*arguments)
@@ -101,7 +93,7 @@ class LocalPlace(PlaceUnderTest):
         self.directory = directory
         self.names: tuple[str, ...] = (str(directory),)
         self.store = api.place(directory, fs=fs)
-        self._held = False
+        self.place: Place = self.store
 
     def again(self) -> Self:
         return type(self)(self.directory)
@@ -113,11 +105,8 @@ class LocalPlace(PlaceUnderTest):
         files = (path for path in self.directory.rglob("*") if path.is_file())
         return {str(path.relative_to(self.directory)): path.stat().st_size for path in files}
 
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self.store.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self.store.look(name)
+    def planner(self) -> Planner:
+        return planner_of(self.place)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
         return verified(self.store, checkpoint)
@@ -145,10 +134,6 @@ class LocalPlace(PlaceUnderTest):
     def _clock(self) -> float:
         return float(START_S + 60 * (1 + max((c.sequence for c in self.store.scan()), default=0)))
 
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self.store, parse_policy(keep), now=now)
-        return lambda: carry_out(self.store, proposal).failures
-
     def plant(self, name: str) -> None:
         (self.directory / name).write_bytes(b"of another program")
 
@@ -162,27 +147,8 @@ class LocalPlace(PlaceUnderTest):
     def damage(self, checkpoint: Checkpoint) -> None:
         flip(self.directory / (checkpoint.shards or (checkpoint.name,))[0], 100)
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._locked()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self.store.lease("net"):
-            self._held = True
-            try:
-                yield
-            finally:
-                self._held = False
-
     def lose_lock(self) -> None:
         lease_path(self.directory, "net").unlink()
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
-        with contextlib.nullcontext() if self._held else self.lock():
-            return self.store.remove(checkpoints)
-
-    def restore(self) -> Sequence[str]:
-        return undo(self.store).taken
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         quarantine(self.store, checkpoint, now=checkpoint.saved_at)
@@ -259,7 +225,8 @@ class ObjectsPlace(PlaceUnderTest):
         self.objects = objects
         self.names = (objects.url, "object store")
         self._source = source
-        self._place = ObjectPlace(objects, trust=api.DEFAULT_TRUST)
+        self.store = ObjectPlace(objects, trust=api.DEFAULT_TRUST)
+        self.place: Place = self.store
 
     def again(self) -> Self:
         return type(self)(self.objects, self._source)
@@ -270,33 +237,26 @@ class ObjectsPlace(PlaceUnderTest):
     def entries(self) -> Mapping[str, int]:
         return {one.key: one.size_bytes for one in (*self.objects.list(), *self.objects.list(DATA))}
 
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self._place.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self._place.look(name)
+    def planner(self) -> Planner:
+        return planner_of(self.place)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
-        return verified(self._place, checkpoint)
+        return verified(self.store, checkpoint)
 
     def manifest(self, name: str) -> api.Manifest | None:
-        return self._place.read_manifest(name)
+        return self.store.read_manifest(name)
 
     def free_space(self) -> int | None:
-        return self._place.fs.free_bytes(self._place.directory)
+        return self.store.fs.free_bytes(self.store.directory)
 
     def publish(
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
         saved = self._source.publish(step, series=series, metrics=metrics)
-        self._place.remote.upload(self._source.store, saved.name)
+        self.store.remote.upload(self._source.store, saved.name)
         found = self.look(saved.name)
         assert found is not None
         return found
-
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self._place, parse_policy(keep), now=now)
-        return lambda: carry_out(self._place, proposal).failures
 
     def plant(self, name: str) -> None:
         self.objects.put(name, [b"of another one"], 14)
@@ -309,12 +269,6 @@ class ObjectsPlace(PlaceUnderTest):
         data = bytearray(self.objects.get(key))
         data[100] ^= 1
         self.objects.put(key, [bytes(data)], len(data))
-
-    def lock(self) -> AbstractContextManager[None]:
-        return self._place.lease("net")
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
-        return self._place.remove(checkpoints)
 
     def restore(self) -> Sequence[str]:
         refused_command("prune", self.objects.url, "--undo")
@@ -331,7 +285,7 @@ class ObjectsPlace(PlaceUnderTest):
         refused_command("pin", str(checkpoint.path))
 
     def write_note(self, name: str, data: bytes) -> None:
-        self._place.write_note(self._place.directory / name, data, series="net")
+        self.store.write_note(self.store.directory / name, data, series="net")
 
 
 class TrainerPlace(LocalPlace):
@@ -344,16 +298,7 @@ class TrainerPlace(LocalPlace):
     def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "what another tool wrote")
-
-    @property
-    def _place(self) -> ForeignPlace:
-        return ForeignPlace(self.store)
-
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self._place.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self._place.look(name)
+        self.place = ForeignPlace(self.store)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
         found = ForeignCheckpoint(checkpoint=checkpoint)
@@ -376,10 +321,6 @@ class TrainerPlace(LocalPlace):
         path = folder / "trainer_state.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
 
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self._place, parse_policy(keep), now=now)
-        return lambda: carry_out(self._place, proposal).failures
-
     def plant_half_written(self, step: int) -> None:
         folder = self.directory / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -388,17 +329,11 @@ class TrainerPlace(LocalPlace):
     def damage(self, checkpoint: Checkpoint) -> None:
         flip(checkpoint.path / "model.safetensors", 0)
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._place.lease("transformers")
-
     def lose_lock(self) -> None:
         lease_path(self.directory, TRASH_NAME).unlink()
 
     def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
         refused_command("rm", "--yes", *(one.path for one in checkpoints))
-
-    def restore(self) -> Sequence[str]:
-        return undo(self._place).taken
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.directory, "--quarantine")
