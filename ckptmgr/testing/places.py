@@ -23,32 +23,22 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Literal, NoReturn, Protocol, Self
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    StoreLocked,
+    UnsafePrune,
+)
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Pin, State
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.testing.place_under_test import Capability, PlaceUnderTest
 
-Capability = Literal[
-    "manifests", "overwrites", "locks", "lost-locks", "removes", "trash", "quarantine", "changes",
-    "protects", "notes", "space",
-]  # fmt: skip
-"""What a place can do besides listing, reading and pruning.
+__all__ = ["Capability", "PlaceBehaviours", "PlaceUnderTest"]
 
-* `manifests`: a manifest stands beside the data; the order of checkpoints is that of commits.
-* `overwrites`: a name that is published again is replaced.
-* `locks`, `lost-locks`: one writer at a time; one that has lost its lock changes nothing.
-* `removes`: named checkpoints can be removed for good.
-* `trash`, `quarantine`: what a plan drops can be restored for a day; damaged ones are moved aside.
-* `changes`: pins and tags can be changed after the save. `protects`: a single one can be protected.
-* `notes`: small files beside the checkpoints. `space`: the free space is known.
-"""
-
-Error = Exception
 _MOST_CHANGES = 100
 NOW = datetime(2100, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -58,126 +48,18 @@ UNPUBLISHED = ("net-99.ckpt", ".", "..", "../net-10.ckpt", "a/net-10.ckpt", "net
 """Names that no checkpoint has."""
 
 
-class PlaceUnderTest(Protocol):
-    """Adapter of one place for the suite; operations that a place lacks raise, see `can`.
-
-    Attributes:
-        can: What the place can do.
-        names: Texts of which one occurs in every error about the place, such as its address. The
-            path of each checkpoint begins with the first one.
-    """
-
-    can: frozenset[Capability]
-    names: tuple[str, ...]
-
-    def again(self) -> Self:
-        """Return the same place as another process opens it."""
-        ...
-
-    def watched(self, look: Callable[[], None]) -> Self:
-        """Return the same place, which calls `look` before each single change."""
-        del look
-        return self
-
-    def entries(self) -> Mapping[str, int]:
-        """Return all that is stored, by name, in bytes; without locks."""
-        ...
-
-    def listed(self) -> Sequence[Checkpoint]:
-        """Return all checkpoints, newest first, unfinished ones last."""
-        ...
-
-    def look(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint that has a name, or None."""
-        ...
-
-    def content(self, checkpoint: Checkpoint) -> bytes:
-        """Return what a checkpoint holds, other bytes for each step; raise if it is not whole."""
-        ...
-
-    def manifest(self, name: str) -> Manifest | None:
-        """Return the manifest of a name, or None."""
-        ...
-
-    def free_space(self) -> int | None:
-        """Return the free space in bytes, or None where it is not known."""
-        ...
-
-    def publish(
-        self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
-    ) -> Checkpoint:
-        """Save something under a name that depends on the step, a minute after the save before.
-
-        A place whose files another tool writes makes them as that tool does.
-        """
-        ...
-
-    def plan(self, keep: str, now: datetime) -> Callable[[], Sequence[Error]]:
-        """Return what carries a retention policy out, as decided now; its errors are returned.
-
-        Dropped ones go to the trash, if the place has one; those that have been there for a day go for good.
-        """
-        ...
-
-    def plant(self, name: str) -> None:
-        """Put something else there under this name."""
-        ...
-
-    def plant_half_written(self, step: int) -> None:
-        """Leave what a killed save of a step leaves."""
-        ...
-
-    def damage(self, checkpoint: Checkpoint) -> None:
-        """Change the bytes of a checkpoint so that a check finds it."""
-        ...
-
-    def lock(self) -> AbstractContextManager[None]:
-        """Be the only one that changes the checkpoints of the series `net`."""
-        self.refuse("a lock")
-
-    def lose_lock(self) -> None:
-        """Take the lock away from its holder, as the removal of its file does."""
-        self.refuse("a lock")
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Error]:
-        """Remove checkpoints as listed, for good, under the lock; return the errors of those that stay."""
-        self.refuse("removal")
-
-    def restore(self) -> Sequence[str]:
-        """Restore the last that a plan dropped; return the names that are taken, which stay away."""
-        self.refuse("a trash")
-
-    def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Move a damaged checkpoint aside."""
-        self.refuse("quarantine")
-
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
-        """Change the manifest of a checkpoint."""
-        self.refuse("a change after the save")
-
-    def protect(self, checkpoint: Checkpoint) -> None:
-        """Have every plan keep a checkpoint."""
-        self.refuse("a pin")
-
-    def read_note(self, name: str) -> bytes | None:
-        """Return a small file of the run, or None."""
-        self.refuse("a note")
-
-    def write_note(self, name: str, data: bytes) -> None:
-        """Replace a small file of the run."""
-        self.refuse("a note")
-
-    def append_note(self, name: str, data: bytes) -> None:
-        """Append to a small file of the run."""
-        self.refuse("a note")
-
-    def refuse(self, what: str) -> NoReturn:
-        """Refuse what the place cannot do."""
-        raise UnsupportedCheckpoint(f"{what} has no effect here", path=self.names[0])
-
-
 class PlaceBehaviours:
     """The behaviours; a subclass has a fixture `place`: an adapter of a place that does not exist yet."""
+
+    def test_adapter_and_place_say_the_same_about_what_it_can_do(
+        self, place: PlaceUnderTest
+    ) -> None:
+        can = place.place.can
+        assert [one in place.can for one in ("locks", "trash", "changes")] == [
+            can.locks,
+            can.trash,
+            can.changes,
+        ]
 
     # Listing
 
@@ -420,7 +302,7 @@ class PlaceBehaviours:
         if is_refused(place, "removes", lambda: place.remove([going])):
             return
         stored = sum(place.entries().values())
-        assert list(place.remove([going])) == []
+        assert removed(place, [going]) == []
         assert whole(place.again()) == [newest, oldest]
         assert place.look(going.name) is None
         assert stored - sum(place.entries().values()) >= going.size_bytes
@@ -431,9 +313,9 @@ class PlaceBehaviours:
         if "removes" not in place.can:
             return
         going = place.listed()[1:]
-        place.remove(going)
+        removed(place, going)
         before = dict(place.entries())
-        assert list(place.again().remove(going)) == []
+        assert removed(place.again(), going) == []
         assert dict(place.entries()) == before
 
     def test_removing_what_was_never_there_changes_nothing(self, place: PlaceUnderTest) -> None:
@@ -442,14 +324,14 @@ class PlaceBehaviours:
             return
         before = dict(place.entries())
         other = saved.path.with_name(saved.name.replace("10", "99"))
-        assert list(place.remove([replace(saved, path=other, id="0" * 64)])) == []
+        assert removed(place, [replace(saved, path=other, id="0" * 64)]) == []
         assert dict(place.entries()) == before
 
     def test_last_good_one_is_not_removed(self, place: PlaceUnderTest) -> None:
         publish_all(place, 10, 20)
         if "removes" not in place.can:
             return
-        (error,) = errors_of(lambda: place.remove(place.listed()))
+        (error,) = removed(place, place.listed())
         assert isinstance(error, UnsafePrune)
         assert names_it(place, error)
         assert steps_of(place) == [20, 10]
@@ -460,7 +342,7 @@ class PlaceBehaviours:
             return
         old = place.listed()[1]
         new = place.again().publish(10)
-        (error,) = errors_of(lambda: place.remove([old]))
+        (error,) = removed(place, [old])
         assert isinstance(error, UnsafePrune)
         assert new in whole(place)
 
@@ -470,7 +352,7 @@ class PlaceBehaviours:
             return
         going = place.listed()[1]
         with disappearing(place, going) as look:
-            assert list(place.watched(look).remove([going])) == []
+            assert removed(place.watched(look), [going]) == []
 
     # Plans
 
@@ -678,7 +560,7 @@ class PlaceBehaviours:
         if not {"changes", "removes"} <= place.can:
             return
         gone = place.listed()[1]
-        place.again().remove([gone])
+        removed(place.again(), [gone])
         before = dict(place.entries())
         assert errors_of(lambda: place.change(gone, with_pin("paper")))
         assert dict(place.entries()) == before
@@ -729,12 +611,22 @@ def publish_all(place: PlaceUnderTest, *steps: int) -> list[int]:
     return [one.step for one in whole(place)]
 
 
-def carry_out(place: PlaceUnderTest, keep: str, *, now: datetime = NOW) -> list[Error]:
+def carry_out(place: PlaceUnderTest, keep: str, *, now: datetime = NOW) -> list[Exception]:
     """Decide and carry out a policy; return the errors."""
     return errors_of(place.plan(keep, now))
 
 
-def errors_of(call: Callable[[], object]) -> list[Error]:
+def removed(place: PlaceUnderTest, going: Sequence[Checkpoint]) -> list[Exception]:
+    """Remove checkpoints under the lock, if the place has one; return the errors."""
+
+    def remove() -> Sequence[Exception]:
+        with place.lock() if "locks" in place.can else nullcontext():
+            return place.remove(going)
+
+    return errors_of(remove)
+
+
+def errors_of(call: Callable[[], object]) -> list[Exception]:
     """Return the errors that a call raises or returns."""
     try:
         found = call()
@@ -743,7 +635,7 @@ def errors_of(call: Callable[[], object]) -> list[Error]:
     return [one for one in found if isinstance(one, Exception)] if isinstance(found, list) else []
 
 
-def names_it(place: PlaceUnderTest, error: Error) -> bool:
+def names_it(place: PlaceUnderTest, error: Exception) -> bool:
     """Return whether an error names the place."""
     return any(name in str(error) for name in place.names)
 
@@ -785,7 +677,7 @@ class Died(BaseException):
 
 
 def is_cut(
-    place: PlaceUnderTest, change: int, call: Callable[[PlaceUnderTest], Sequence[Error]]
+    place: PlaceUnderTest, change: int, call: Callable[[PlaceUnderTest], Sequence[Exception]]
 ) -> bool:
     """Call something in a process that dies before change number `change`, from 1; return whether it came to it."""
     seen: list[None] = []

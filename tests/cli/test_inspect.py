@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, Ranks
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.objects.requests import open_objects
 from tests.cli.running import key_file, run, run_json
 from tests.support import api
 from tests.support.saved import KEY, flip, items, save_run
@@ -15,7 +16,7 @@ from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, open_objects
+
 from tests.remote.buckets import listed, new_url
 
 _METRICS = {1: {"loss": 0.1}, 2: {"loss": 0.3}, 3: {"loss": 0.2}}
@@ -31,7 +32,7 @@ def url(tmp_path: Path) -> str:
 
 
 def _names(url: str) -> set[str]:
-    return set(listed(open_objects(url)))
+    return set(listed(api.open_objects(url)))
 
 
 def test_listing_of_an_address_is_that_of_the_directory(url: str, tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_sharded_checkpoint_is_listed_and_named_by_its_address(tmp_path: Path) -
 
 
 def test_damaged_manifest_is_listed_as_corrupt_and_hides_no_other(url: str) -> None:
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     objects.delete(["net-1_2.ckpt.manifest.json"])
     objects.create("net-1_2.ckpt.manifest.json", b"{}")
     states = {one["path"].rpartition("/")[2]: one["state"] for one in run_json("ls", url)["items"]}
@@ -132,7 +133,7 @@ def test_quarantine_is_refused(url: str) -> None:
 
 
 def test_prune_shows_its_plan_and_removes_nothing_without_now(url: str) -> None:
-    before = open_objects(url).list(""), open_objects(url).list("data/")
+    before = api.open_objects(url).list(""), api.open_objects(url).list("data/")
     shown = run("prune", url, "--keep", "last(1) | best(1, loss, min)", "--dry-run")
     assert shown.exit_code == 0, shown.stderr
     assert "drop" in shown.stdout
@@ -142,7 +143,7 @@ def test_prune_shows_its_plan_and_removes_nothing_without_now(url: str) -> None:
     refused = run("prune", url, "--keep", "last(1)", "--yes")
     assert refused.exit_code == 2
     assert "goes for good" in refused.stderr
-    assert (open_objects(url).list(""), open_objects(url).list("data/")) == before
+    assert (api.open_objects(url).list(""), api.open_objects(url).list("data/")) == before
 
 
 def test_prune_removes_manifests_and_data_of_what_the_policy_drops(url: str) -> None:
@@ -150,7 +151,7 @@ def test_prune_removes_manifests_and_data_of_what_the_policy_drops(url: str) -> 
     assert result.exit_code == 0, result.stderr
     assert "removed 1 checkpoint" in result.stdout
     assert _names(url) == {"net-1_1.ckpt", "net-1_3.ckpt"}
-    assert len(open_objects(url).list("data/")) == 2
+    assert len(api.open_objects(url).list("data/")) == 2
     again = run("prune", url, "--keep", "last(2)", "--now", "--yes", "-q")
     assert again.exit_code == 0
     assert again.stdout == ""
@@ -212,7 +213,7 @@ def test_removal_that_the_store_denies_is_reported(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class _Locked:
-        def __init__(self, objects: Objects) -> None:
+        def __init__(self, objects: api.Objects) -> None:
             self._objects = objects
 
         def __getattr__(self, name: str) -> object:
@@ -227,7 +228,7 @@ def test_removal_that_the_store_denies_is_reported(
             return list(self._objects.list(folder))
 
     monkeypatch.setattr(
-        "ckptmgr.objects.requests.open_objects", lambda url: _Locked(open_objects(url))
+        "ckptmgr.objects.requests.open_objects", lambda url: _Locked(api.open_objects(url))
     )
     result = run("prune", url, "--keep", "last(1)", "--now", "--yes")
     assert result.exit_code == 2

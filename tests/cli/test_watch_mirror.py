@@ -21,13 +21,13 @@ from tests.support.saved import KEY, flip, items, save_run
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import open_objects
+
 from tests.remote.buckets import listed, new_url
 
 
 def names_at(url: str) -> set[str]:
     """Return the names of the checkpoints below an address."""
-    return set(listed(open_objects(url)))
+    return set(listed(api.open_objects(url)))
 
 
 def reports_of(*arguments: str | Path, exit_code: int = 0) -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def test_sets_of_many_ranks_are_mirrored(tmp_path: Path) -> None:
     url = new_url()
     reports_of(tmp_path / "runs", "--mirror", url)
     assert names_at(url) == {saved.name}
-    assert len(open_objects(url).list("data/")) == 4
+    assert len(api.open_objects(url).list("data/")) == 4
 
 
 def test_nothing_is_pruned_here_before_it_was_mirrored(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, SaveFailed, StoreFull
-from ckptmgr.config.memory import MIB
 from ckptmgr.engine import worker_client, worker_protocol
 from ckptmgr.engine.worker import NICENESS, Worker, _watch
 from ckptmgr.engine.worker_client import WorkerClient
+from ckptmgr.memory_config import MIB
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import (
     KEY,

@@ -27,11 +27,11 @@ from ckptmgr import (
     SaveSuperseded,
     StagingExhausted,
 )
-from ckptmgr.config.memory import MIB
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.engine.zero_stall import DeferredState, Updates, defer
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, tensor_from_array
+from ckptmgr.memory_config import MIB
 from ckptmgr.state.arrays import jax_bytes
 from ckptmgr.state.tree import flatten
 from tests.support.descriptors import open_descriptors

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import SaveFailed, SaveSuperseded
-from ckptmgr.core.handle import SaveHandle
+from ckptmgr import CheckpointConfig, SaveFailed, SaveHandle, SaveSuperseded
 from tests.support.crashmodel import ModelDisk
 from tests.support.held_staging import HeldStaging
 from tests.support.runs import manager_on

@@ -14,6 +14,8 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tests.support import api
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -57,14 +59,16 @@ def main(part: Part) -> None:
 
     import numpy as np
 
-    from ckptmgr.core.errors import SaveFailed
-    from ckptmgr.files.save.job import SaveFacts, SaveOptions
-    from ckptmgr.io.filesystem import OsFileSystem
+    from ckptmgr import SaveFailed
+
+    pass
+    pass
+    from ckptmgr.parallel import SharedDirectory
     from ckptmgr.parallel.rank_commit import together
-    from ckptmgr.parallel.shared_directory import SharedDirectory
     from ckptmgr.series.writer import SeriesWriter
     from ckptmgr.state import tree
-    from ckptmgr.store.store import Store
+
+    pass
     from tests.support.failingdisk import FailingDisk
 
     class Deadly(FailingDisk):
@@ -78,16 +82,16 @@ def main(part: Part) -> None:
         directory.with_name("meeting"), rank=part.rank, world=part.world, session="1"
     )
     writer = SeriesWriter(
-        Store(directory, clock=time.time, fs=Deadly(OsFileSystem())),
+        api.place(directory, clock=time.time, fs=Deadly(api.OsFileSystem())),
         "net",
         commit=together(coordinator, timeout_s=part.timeout_s),
-        options=SaveOptions(),
+        options=api.SaveOptions(),
         clock=time.time,
     )
     coordinator.all_gather("start", None, timeout_s=60)  # imports take longer than the save
     flat = tree.flatten({"weights": np.full(1000, part.rank)})
     try:
-        writer.save("net-1.shards", [*flat.tensors], SaveFacts(step=1))
+        writer.save("net-1.shards", [*flat.tensors], api.SaveFacts(step=1))
         result = "saved"
     except SaveFailed as error:
         result = error.message

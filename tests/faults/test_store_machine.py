@@ -10,11 +10,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr import Resume
-from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr import (
+    Checkpoint,
+    CheckpointManager,
+    Resume,
+    Resumption,
+    StoreLocked,
+    UnprovenCheckpoint,
+)
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
 from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut

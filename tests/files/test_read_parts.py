@@ -9,13 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr import CorruptCheckpoint, save_checkpoint
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.scatter import Placement
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import flip
 
 # Two of them reach into the second range of 16 MiB, whose digest says nothing of the description.
@@ -31,12 +29,12 @@ def saved(tmp_path: Path) -> Path:
 
 def read(path: Path, *, is_confirmed: bool) -> np.ndarray:
     """Return the last elements of the tensor under the name "aa"."""
-    store = Store(path.parent)
+    store = api.place(path.parent)
     with closing(store.fs.open(path)) as raw:
         opened: OpenCheckpoint = open_source(
             raw,
             path=str(path),
-            options=ReadOptions(),
+            options=api.reading(),
             manifest=store.read_manifest(path.name),
             is_for_loading=True,
         )

@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr import CheckpointConfig, UnsafePrune, parse_policy, save_checkpoint
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.policy.text import parse_policy
 from tests.support import api
 from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on

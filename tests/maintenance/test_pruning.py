@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import CheckpointNotFound, StoreLocked, UnsafePrune, parse_policy
+from ckptmgr.events import Event
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.prune import Proposal, undo
 from ckptmgr.observe import observers as observe
-from ckptmgr.observe.events import Event
 from ckptmgr.store.applied import Applied
 from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME

@@ -11,10 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    Ranks,
+    StoreLocked,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.store.name_leases import hold_name
 from tests.cli.running import run

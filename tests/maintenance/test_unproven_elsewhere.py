@@ -17,9 +17,10 @@ from ckptmgr import (
     ModelCheckpoint,
     Ranks,
     Snapshots,
+    UnprovenCheckpoint,
+    UnsupportedCheckpoint,
     load_checkpoint,
 )
-from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
 from tests.cli.running import run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support import api

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.testing.places import PlaceBehaviours
+from tests.support import api
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import open_objects
+
 from tests.places.adapters import LocalPlace, ObjectsPlace
 
 pytestmark = pytest.mark.objects
@@ -21,4 +22,4 @@ pytestmark = pytest.mark.objects
 class TestPrefixOfAServer(PlaceBehaviours):
     @pytest.fixture
     def place(self, tmp_path: Path, new_bucket: Callable[..., str]) -> ObjectsPlace:
-        return ObjectsPlace(open_objects(new_bucket()), LocalPlace(tmp_path / "run"))
+        return ObjectsPlace(api.open_objects(new_bucket()), LocalPlace(tmp_path / "run"))

@@ -34,9 +34,10 @@ def _train(directory: Path, url: str, last: int = 0) -> subprocess.CompletedProc
 
 def _listed(url: str) -> dict[int, api.State]:
     from ckptmgr.objects.place import ObjectPlace
-    from ckptmgr.objects.requests import open_objects
 
-    found = ObjectPlace(open_objects(url), trust=api.DEFAULT_TRUST).scan()
+    pass
+
+    found = ObjectPlace(api.open_objects(url), trust=api.DEFAULT_TRUST).scan()
     return {one.step: one.state for one in found}
 
 
@@ -105,10 +106,10 @@ def test_of_many_writers_that_create_one_object_one_wins(
 ) -> None:
     if store == "moto":
         pytest.skip("moto looks and writes in two steps: now and then two win")
-    from ckptmgr.objects.requests import open_objects
+    pass
 
     url = new_bucket()
-    objects = [open_objects(url) for _ in range(_WRITERS)]
+    objects = [api.open_objects(url) for _ in range(_WRITERS)]
     start = threading.Barrier(_WRITERS)
 
     def create(number: int, key: str) -> bool:

@@ -32,11 +32,11 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.config.memory import MIB
 from ckptmgr.core.handle import SaveStats
+from ckptmgr.event_log import LogObserver, sentence
 from ckptmgr.io.temp_names import temp_name
+from ckptmgr.memory_config import MIB
 from ckptmgr.observe import observers as observe
-from ckptmgr.observe.log import LogObserver, sentence
 from ckptmgr.observe.observers import Event, Observers
 from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_with, state_of
 from tests.support import api

@@ -8,18 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, RankFailed, Ranks, RanksOutOfStep
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
+    CheckpointManager,
     EverySeconds,
     EverySteps,
-    LastSave,
     Never,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    Ranks,
+    RanksOutOfStep,
 )
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
 from tests.support import api
 

@@ -10,20 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, RankFailed, Ranks, RanksOutOfStep
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
-from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.parallel.team import policy_of_all
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
     EverySeconds,
     EverySteps,
-    LastSave,
     Overhead,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    Ranks,
+    RanksOutOfStep,
 )
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel import SharedDirectory
+from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
+from ckptmgr.parallel.team import policy_of_all
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 from tests.support import api
 from tests.support.runs import manager_on

@@ -10,11 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CorruptCheckpoint,
+    Ranks,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+)
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.serialization import load_checkpoint
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.parallel.test_sharded_edges import WHOLE

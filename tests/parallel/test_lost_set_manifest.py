@@ -8,11 +8,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, Ranks, Resumption
 from ckptmgr.store.listing import lone_sets
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train

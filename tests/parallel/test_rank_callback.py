@@ -16,16 +16,17 @@ import numpy as np
 import pytest
 
 from ckptmgr import (
+    CheckpointConfig,
     ModelCheckpoint,
     RankFailed,
     Ranks,
     RanksMissing,
     RanksOutOfStep,
     Resumed,
+    SaveFailed,
+    UnsupportedState,
     load_checkpoint,
 )
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import SaveFailed, UnsupportedState
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.strict_json import Json

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import (
+    CheckpointConfig,
     CheckpointManager,
+    CheckpointNotFound,
+    MemoryConfig,
     RankFailed,
     Ranks,
     RanksMissing,
@@ -21,10 +24,9 @@ from ckptmgr import (
     Resumption,
     Snapshots,
     StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
 )
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.temp_names import temp_name

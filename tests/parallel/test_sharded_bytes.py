@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, Ranks
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY

@@ -15,14 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointManager, Ranks, Resumption, load_checkpoint
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CheckpointNotFound,
     CorruptCheckpoint,
+    Ranks,
+    Resumption,
     SaveFailed,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
 )
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel import LayoutError, ParallelLayout

@@ -8,45 +8,36 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from datetime import datetime
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, Self
 
-from ckptmgr.core.errors import UnsupportedCheckpoint
-from ckptmgr.core.model import ORDER, UNFINISHED, Checkpoint, Pin
+from ckptmgr import Checkpoint, UnsupportedCheckpoint
+from ckptmgr.core.place import Place
 from ckptmgr.core.shard_names import new_attempt_id, shard_name
-from ckptmgr.core.trust import DEFAULT_TRUST
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.appending import opened_to_append
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.foreign.place import ForeignPlace
-from ckptmgr.maintenance.prune import undo
+from ckptmgr.maintenance.prune_plan import Planner
 from ckptmgr.maintenance.quarantine import quarantine
-from ckptmgr.maintenance.verify import verify_checkpoint
 from ckptmgr.objects.directory import DATA
 from ckptmgr.objects.place import ObjectPlace
-from ckptmgr.objects.requests import Objects
 from ckptmgr.parallel.rank_commit import together
-from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.change_leases import lease_of_checkpoint
-from ckptmgr.store.manifest.codec import Manifest, manifest_name
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from ckptmgr.testing.places import Capability, PlaceUnderTest
 from tests.cli.running import run
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import GOLDEN, GOLDEN_RUNS
 from tests.support.planted import dead_token
-from tests.support.pruning import carry_out, propose
+from tests.support.pruning import planner_of
 from tests.support.saved import START_S, flip, items
 
 Errors = Sequence[Exception]
@@ -57,7 +48,7 @@ class WatchedDisk(FailingDisk):
     """A real disk on which a reader looks before each change; its own calls are not watched."""
 
     def __init__(self, look: Callable[[], None]) -> None:
-        super().__init__(OsFileSystem())
+        super().__init__(api.OsFileSystem())
         self._look = look
         self._looking = threading.RLock()
 
@@ -71,7 +62,7 @@ class WatchedDisk(FailingDisk):
 class WatchedObjects(CountedObjects):
     """An object store in which a reader looks before each change."""
 
-    def __init__(self, objects: Objects, look: Callable[[], None]) -> None:
+    def __init__(self, objects: api.Objects, look: Callable[[], None]) -> None:
         super().__init__(objects)
         self._look = look
 
@@ -79,12 +70,6 @@ class WatchedObjects(CountedObjects):
         if kind in ("put", "create", "delete"):
             self._look()
         return super()._request(kind, key, carry_out)
-
-
-def newest_first(found: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return checkpoints newest first, unfinished ones last."""
-    ordered = sorted(found, key=ORDER, reverse=True)
-    return sorted(ordered, key=lambda one: one.state in UNFINISHED)
 
 
 def refused_command(*arguments: str | Path) -> NoReturn:
@@ -104,11 +89,11 @@ class LocalPlace(PlaceUnderTest):
         )
     )  # fmt: skip
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         self.directory = directory
         self.names: tuple[str, ...] = (str(directory),)
-        self.store = Store(directory, fs=fs)
-        self._held = False
+        self.store = api.place(directory, fs=fs)
+        self.place: Place = self.store
 
     def again(self) -> Self:
         return type(self)(self.directory)
@@ -120,16 +105,13 @@ class LocalPlace(PlaceUnderTest):
         files = (path for path in self.directory.rglob("*") if path.is_file())
         return {str(path.relative_to(self.directory)): path.stat().st_size for path in files}
 
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self.store.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self.store.look(name)
+    def planner(self) -> Planner:
+        return planner_of(self.place)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
         return verified(self.store, checkpoint)
 
-    def manifest(self, name: str) -> Manifest | None:
+    def manifest(self, name: str) -> api.Manifest | None:
         return self.store.read_manifest(name)
 
     def free_space(self) -> int | None:
@@ -139,18 +121,18 @@ class LocalPlace(PlaceUnderTest):
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
         writer = SeriesWriter(
-            self.store, series, options=SaveOptions(), clock=self._clock, run_id=f"run-of-{series}"
+            self.store,
+            series,
+            options=api.SaveOptions(),
+            clock=self._clock,
+            run_id=f"run-of-{series}",
         )
         with contextlib.closing(writer):
-            facts = SaveFacts(step=step, metrics=metrics)
+            facts = api.SaveFacts(step=step, metrics=metrics)
             return writer.save(f"{series}-{step}.ckpt", items(step), facts)
 
     def _clock(self) -> float:
         return float(START_S + 60 * (1 + max((c.sequence for c in self.store.scan()), default=0)))
-
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self.store, parse_policy(keep), now=now)
-        return lambda: carry_out(self.store, proposal).failures
 
     def plant(self, name: str) -> None:
         (self.directory / name).write_bytes(b"of another program")
@@ -158,45 +140,28 @@ class LocalPlace(PlaceUnderTest):
     def plant_half_written(self, step: int) -> None:
         self.store.make_directory()
         name = f"net-{step}.ckpt"
-        for one in (name, manifest_name(name)):
+        for one in (name, api.manifest_name(name)):
             temp = temp_name(one, token=dead_token(), series="net")
             (self.directory / temp).write_bytes(b"half")
 
     def damage(self, checkpoint: Checkpoint) -> None:
         flip(self.directory / (checkpoint.shards or (checkpoint.name,))[0], 100)
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._locked()
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self.store.lease("net"):
-            self._held = True
-            try:
-                yield
-            finally:
-                self._held = False
-
     def lose_lock(self) -> None:
         lease_path(self.directory, "net").unlink()
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
-        with contextlib.nullcontext() if self._held else self.lock():
-            return self.store.remove(checkpoints)
-
-    def restore(self) -> Sequence[str]:
-        return undo(self.store).taken
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         quarantine(self.store, checkpoint, now=checkpoint.saved_at)
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         with lease_of_checkpoint(self.store, checkpoint):
             self.store.change_manifest(checkpoint, change)
 
     def protect(self, checkpoint: Checkpoint) -> None:
         with lease_of_checkpoint(self.store, checkpoint):
-            self.store.change_pins(checkpoint, lambda pins: (*pins, Pin(name="pinned")))
+            self.store.change_pins(checkpoint, lambda pins: (*pins, api.Pin(name="pinned")))
 
     def read_note(self, name: str) -> bytes | None:
         path = self.directory / name
@@ -215,7 +180,7 @@ class RanksPlace(LocalPlace):
 
     can = LocalPlace.can - {"overwrites", "quarantine"}
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "rank 0")  # as all ranks say which one of them failed
 
@@ -232,12 +197,12 @@ class RanksPlace(LocalPlace):
                 self.store,
                 series,
                 commit=together(Seat(meeting, rank)),
-                options=SaveOptions(),
+                options=api.SaveOptions(),
                 clock=self._clock,
                 run_id=f"run-of-{series}",
             )
             with contextlib.closing(writer):
-                facts = SaveFacts(step=step, metrics=metrics)
+                facts = api.SaveFacts(step=step, metrics=metrics)
                 return writer.save(f"{series}-{step}.shards", items(step + rank), facts)
 
         outcomes = run_ranks(meeting, save)
@@ -256,11 +221,12 @@ class ObjectsPlace(PlaceUnderTest):
 
     can: frozenset[Capability] = frozenset(("manifests", "removes"))
 
-    def __init__(self, objects: Objects, source: LocalPlace) -> None:
+    def __init__(self, objects: api.Objects, source: LocalPlace) -> None:
         self.objects = objects
         self.names = (objects.url, "object store")
         self._source = source
-        self._place = ObjectPlace(objects, trust=DEFAULT_TRUST)
+        self.store = ObjectPlace(objects, trust=api.DEFAULT_TRUST)
+        self.place: Place = self.store
 
     def again(self) -> Self:
         return type(self)(self.objects, self._source)
@@ -271,33 +237,26 @@ class ObjectsPlace(PlaceUnderTest):
     def entries(self) -> Mapping[str, int]:
         return {one.key: one.size_bytes for one in (*self.objects.list(), *self.objects.list(DATA))}
 
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self._place.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self._place.look(name)
+    def planner(self) -> Planner:
+        return planner_of(self.place)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
-        return verified(self._place, checkpoint)
+        return verified(self.store, checkpoint)
 
-    def manifest(self, name: str) -> Manifest | None:
-        return self._place.read_manifest(name)
+    def manifest(self, name: str) -> api.Manifest | None:
+        return self.store.read_manifest(name)
 
     def free_space(self) -> int | None:
-        return self._place.fs.free_bytes(self._place.directory)
+        return self.store.fs.free_bytes(self.store.directory)
 
     def publish(
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
         saved = self._source.publish(step, series=series, metrics=metrics)
-        self._place.remote.upload(self._source.store, saved.name)
+        self.store.remote.upload(self._source.store, saved.name)
         found = self.look(saved.name)
         assert found is not None
         return found
-
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self._place, parse_policy(keep), now=now)
-        return lambda: carry_out(self._place, proposal).failures
 
     def plant(self, name: str) -> None:
         self.objects.put(name, [b"of another one"], 14)
@@ -311,26 +270,22 @@ class ObjectsPlace(PlaceUnderTest):
         data[100] ^= 1
         self.objects.put(key, [bytes(data)], len(data))
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._place.lease("net")
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
-        return self._place.remove(checkpoints)
-
     def restore(self) -> Sequence[str]:
         refused_command("prune", self.objects.url, "--undo")
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.objects.url, "--quarantine")
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         refused_command("tag", str(checkpoint.path), "best")
 
     def protect(self, checkpoint: Checkpoint) -> None:
         refused_command("pin", str(checkpoint.path))
 
     def write_note(self, name: str, data: bytes) -> None:
-        self._place.write_note(self._place.directory / name, data, series="net")
+        self.store.write_note(self.store.directory / name, data, series="net")
 
 
 class TrainerPlace(LocalPlace):
@@ -340,19 +295,10 @@ class TrainerPlace(LocalPlace):
         ("overwrites", "locks", "trash", "protects", "notes", "space")
     )
 
-    def __init__(self, directory: Path, *, fs: FileSystem | None = None) -> None:
+    def __init__(self, directory: Path, *, fs: api.FileSystem | None = None) -> None:
         super().__init__(directory, fs=fs)
         self.names = (str(directory), "what another tool wrote")
-
-    @property
-    def _place(self) -> ForeignPlace:
-        return ForeignPlace(self.store)
-
-    def listed(self) -> Sequence[Checkpoint]:
-        return newest_first(self._place.scan())
-
-    def look(self, name: str) -> Checkpoint | None:
-        return self._place.look(name)
+        self.place = ForeignPlace(self.store)
 
     def content(self, checkpoint: Checkpoint) -> bytes:
         found = ForeignCheckpoint(checkpoint=checkpoint)
@@ -375,10 +321,6 @@ class TrainerPlace(LocalPlace):
         path = folder / "trainer_state.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), **facts}))
 
-    def plan(self, keep: str, now: datetime) -> Callable[[], Errors]:
-        proposal = propose(self._place, parse_policy(keep), now=now)
-        return lambda: carry_out(self._place, proposal).failures
-
     def plant_half_written(self, step: int) -> None:
         folder = self.directory / f"checkpoint-{step}"
         folder.mkdir(parents=True)
@@ -387,31 +329,27 @@ class TrainerPlace(LocalPlace):
     def damage(self, checkpoint: Checkpoint) -> None:
         flip(checkpoint.path / "model.safetensors", 0)
 
-    def lock(self) -> AbstractContextManager[None]:
-        return self._place.lease("transformers")
-
     def lose_lock(self) -> None:
         lease_path(self.directory, TRASH_NAME).unlink()
 
     def remove(self, checkpoints: Sequence[Checkpoint]) -> Errors:
         refused_command("rm", "--yes", *(one.path for one in checkpoints))
 
-    def restore(self) -> Sequence[str]:
-        return undo(self._place).taken
-
     def quarantine(self, checkpoint: Checkpoint) -> None:
         refused_command("verify", self.directory, "--quarantine")
 
-    def change(self, checkpoint: Checkpoint, change: Callable[[Manifest], Manifest]) -> None:
+    def change(
+        self, checkpoint: Checkpoint, change: Callable[[api.Manifest], api.Manifest]
+    ) -> None:
         refused_command("tag", str(checkpoint.path), "best")
 
     def protect(self, checkpoint: Checkpoint) -> None:
         self._note(self.listed()[0].path, best_model_checkpoint=f"/runs/{checkpoint.name}")
 
 
-def verified(store: Store, checkpoint: Checkpoint) -> bytes:
+def verified(store: api.Place, checkpoint: Checkpoint) -> bytes:
     """Return the bytes of the files of a checkpoint, which passes the check of its digests."""
-    problems = verify_checkpoint(store, checkpoint).problems
+    problems = api.verify(store, checkpoint).problems
     assert not problems, problems
     found = b""
     for name in checkpoint.shards or (checkpoint.name,):

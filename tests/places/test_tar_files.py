@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -16,32 +15,34 @@ from typing import Self
 
 import pytest
 
-from ckptmgr import Checkpoint, CorruptCheckpoint, UnsafePrune, parse_policy, plan
+from ckptmgr import Checkpoint, CorruptCheckpoint, UnsafePrune
+from ckptmgr.core.contexts import contextmanager
+from ckptmgr.core.place import Capabilities, Place
 from ckptmgr.io.leases import hold_lease
 from ckptmgr.testing.places import Capability, PlaceBehaviours, PlaceUnderTest
 from tests.support import api
 
 
-class TarFiles(PlaceUnderTest):
-    can: frozenset[Capability] = frozenset(("overwrites", "locks", "removes", "notes"))
+class TarFiles:
+    """The place: a directory in which each checkpoint is one tar file. See `core.place.Place`."""
 
-    def __init__(self, directory: Path, look: Callable[[], None] | None = None) -> None:
+    can = Capabilities(
+        name="a directory of tar files",
+        trash=False,
+        moves=False,
+        folders=False,
+        changes=False,
+        ranks=False,
+    )
+    trash = None
+
+    def __init__(self, directory: Path, look: Callable[[], None] = lambda: None) -> None:
         self.directory = directory
-        self.names = (str(directory),)
-        self._look = look or (lambda: None)
+        self._before_change = look
 
-    def again(self) -> Self:
-        return type(self)(self.directory)
-
-    def watched(self, look: Callable[[], None]) -> Self:
-        return type(self)(self.directory, look)
-
-    def entries(self) -> Mapping[str, int]:
-        return {path.name: path.stat().st_size for path in self.directory.glob("*")}
-
-    def listed(self) -> Sequence[Checkpoint]:
+    def scan(self) -> list[Checkpoint]:
         found = (self.look(path.name) for path in self.directory.glob("step-*.tar"))
-        return sorted((one for one in found if one), key=lambda one: one.step, reverse=True)
+        return [one for one in found if one is not None]
 
     def look(self, name: str) -> Checkpoint | None:
         path, digits = self.directory / name, name.removeprefix("step-").removesuffix(".tar")
@@ -55,15 +56,25 @@ class TarFiles(PlaceUnderTest):
             saved_at=datetime.fromtimestamp(status.st_mtime, UTC),
             size_bytes=status.st_size,
             id=str(status.st_ino),
-            state=api.State.OK if self._is_whole(path) else api.State.CORRUPT,
+            state=api.State.OK,
         )
 
-    def _is_whole(self, path: Path) -> bool:
-        with contextlib.suppress(CorruptCheckpoint):
-            return bool(self._read(path))
-        return False
+    def publish(self, step: int, content: bytes) -> Checkpoint:
+        self.directory.mkdir(exist_ok=True)
+        temp, path = self.directory / f".step-{step}.tmp", self.directory / f"step-{step}.tar"
+        parts = {"data": content, "facts": json.dumps({"crc": zlib.crc32(content)}).encode()}
+        with tarfile.open(temp, "w") as archive:
+            for name, data in parts.items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+        self._before_change()
+        os.replace(temp, path)
+        found = self.look(path.name)
+        assert found is not None
+        return found
 
-    def _read(self, path: Path) -> bytes:
+    def read(self, path: Path) -> bytes:
         try:
             with tarfile.open(path) as archive:
                 data, facts = (archive.extractfile(name) for name in ("data", "facts"))
@@ -76,83 +87,96 @@ class TarFiles(PlaceUnderTest):
             raise CorruptCheckpoint("another CRC", path=path)
         return content
 
+    @contextmanager
+    def lease(self, series: str) -> Iterator[None]:
+        with hold_lease(api.OsFileSystem(), self.directory, series):
+            yield
+
+    def finish_moves(self, series: str) -> Sequence[str]:
+        return ()
+
+    def settle(self, series: str) -> Sequence[str]:
+        return ()
+
+    def clean_up(self) -> Sequence[str]:
+        return ()
+
+    def check_not_all(
+        self, checkpoints: Sequence[Checkpoint], present: Sequence[Checkpoint]
+    ) -> None:
+        going = {one.name for one in checkpoints}
+        if going >= {one.name for one in present if one.is_countable}:
+            raise UnsafePrune("the last good one stays", path=self.directory)
+
+    def check_needed(self, needed: Sequence[Checkpoint]) -> None:
+        for one in needed:
+            if self.look(one.name) != one:
+                raise UnsafePrune("was saved again", path=one.path)
+
+    def remove(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        *,
+        needed: Sequence[Checkpoint] = (),
+        present: Sequence[Checkpoint] | None = None,
+    ) -> Sequence[Exception]:
+        self.check_not_all(checkpoints, self.scan() if present is None else present)
+        self.check_needed([*needed, *(one for one in checkpoints if self.look(one.name))])
+        for one in checkpoints:
+            self._before_change()
+            one.path.unlink(missing_ok=True)
+        return []
+
+    def note(self, name: str) -> Path:
+        return self.directory / name
+
+
+class TarFilesUnderTest(PlaceUnderTest):
+    """Its adapter for the suite."""
+
+    can: frozenset[Capability] = frozenset(("overwrites", "locks", "removes", "notes"))
+
+    def __init__(self, place: TarFiles) -> None:
+        self.tar_files = place
+        self.place: Place = place
+        self.names = (str(place.directory),)
+
+    def again(self) -> Self:
+        return type(self)(TarFiles(self.place.directory))
+
+    def watched(self, look: Callable[[], None]) -> Self:
+        return type(self)(TarFiles(self.place.directory, look))
+
+    def entries(self) -> Mapping[str, int]:
+        return {path.name: path.stat().st_size for path in self.place.directory.glob("*")}
+
     def content(self, checkpoint: Checkpoint) -> bytes:
-        return self._read(checkpoint.path)
-
-    def manifest(self, name: str) -> api.Manifest | None:
-        return None
-
-    def free_space(self) -> int | None:
-        return None
+        return self.tar_files.read(checkpoint.path)
 
     def publish(
         self, step: int, *, series: str = "net", metrics: Mapping[str, float] | None = None
     ) -> Checkpoint:
-        self.directory.mkdir(exist_ok=True)
-        content = b"weights of step %d" % step
-        parts = {"data": content, "facts": json.dumps({"crc": zlib.crc32(content)}).encode()}
-        temp = self.directory / f".step-{step}.tmp"
-        with tarfile.open(temp, "w") as archive:
-            for name, data in parts.items():
-                entry = tarfile.TarInfo(name)
-                entry.size = len(data)
-                archive.addfile(entry, io.BytesIO(data))
-        self._look()
-        os.replace(temp, self.directory / f"step-{step}.tar")
-        return self.listed()[[one.step for one in self.listed()].index(step)]
-
-    def plan(self, keep: str, now: datetime) -> Callable[[], Sequence[Exception]]:
-        listed = self.listed()
-        dropped = plan(listed, parse_policy(keep), now).dropped
-
-        def carry_out() -> Sequence[Exception]:
-            if self.listed() != listed:
-                raise UnsafePrune("changed after the plan", path=self.directory)
-            return self.remove(dropped) if dropped else []
-
-        return carry_out
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with hold_lease(api.OsFileSystem(), self.directory, "net"):
-            yield
-
-    def lock(self) -> contextlib.AbstractContextManager[None]:
-        return self._locked()
-
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> Sequence[Exception]:
-        going = {one.name: one for one in checkpoints}
-        with self.lock():
-            now = self.listed()
-            if all(one.name in going for one in now if one.is_countable):
-                raise UnsafePrune("the last good one stays", path=self.directory)
-            changed = [one for one in now if one.name in going and one != going[one.name]]
-            if changed:
-                raise UnsafePrune("was saved again", path=changed[0].path)
-            for one in checkpoints:
-                self._look()
-                one.path.unlink(missing_ok=True)
-        return []
+        return self.tar_files.publish(step, b"weights of step %d" % step)
 
     def read_note(self, name: str) -> bytes | None:
-        path = self.directory / name
+        path = self.tar_files.note(name)
         return path.read_bytes() if path.exists() else None
 
     def write_note(self, name: str, data: bytes) -> None:
-        temp = self.directory / f"{name}.tmp"
+        temp = self.tar_files.note(f"{name}.tmp")
         temp.write_bytes(data)
-        os.replace(temp, self.directory / name)
+        os.replace(temp, self.tar_files.note(name))
 
     def append_note(self, name: str, data: bytes) -> None:
-        with (self.directory / name).open("ab") as file:
+        with self.tar_files.note(name).open("ab") as file:
             file.write(data)
 
     def plant(self, name: str) -> None:
-        (self.directory / name).write_bytes(b"of another program")
+        (self.place.directory / name).write_bytes(b"of another program")
 
     def plant_half_written(self, step: int) -> None:
-        self.directory.mkdir(exist_ok=True)
-        (self.directory / f".step-{step}.tmp").write_bytes(b"half")
+        self.place.directory.mkdir(exist_ok=True)
+        (self.place.directory / f".step-{step}.tmp").write_bytes(b"half")
 
     def damage(self, checkpoint: Checkpoint) -> None:
         data = bytearray(checkpoint.path.read_bytes())
@@ -162,5 +186,5 @@ class TarFiles(PlaceUnderTest):
 
 class TestTarFiles(PlaceBehaviours):
     @pytest.fixture
-    def place(self, tmp_path: Path) -> TarFiles:
-        return TarFiles(tmp_path / "run")
+    def place(self, tmp_path: Path) -> TarFilesUnderTest:
+        return TarFilesUnderTest(TarFiles(tmp_path / "run"))

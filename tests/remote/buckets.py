@@ -7,8 +7,9 @@ import itertools
 import time
 from pathlib import Path
 
+from ckptmgr import Trust
 from ckptmgr.core.model import State
-from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.objects.directory import RemoteDirectory
 from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, open_objects

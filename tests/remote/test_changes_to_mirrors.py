@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Mirror, UnsafeWrite
+from ckptmgr.events import Event
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.observe.events import Event
 from tests.cli.running import run
 from tests.faults.training import RUNS, ModelProcesses
 from tests.support import api
@@ -36,7 +36,6 @@ pytest.importorskip("obstore")
 from ckptmgr.objects.comparison import Difference
 from ckptmgr.objects.directory import RemoteDirectory, Uploaded
 from ckptmgr.objects.place import ObjectPlace
-from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote.download import download
 from tests.remote.buckets import directory_of, listed, new_objects, new_url
@@ -51,7 +50,7 @@ def _state(step: int) -> dict[str, np.ndarray]:
     return {"w": np.arange(50.0) * step}
 
 
-def _openers(objects: Objects, keys: Sequence[api.Key] = (OLD, NEW)) -> dict[str, list[int]]:
+def _openers(objects: api.Objects, keys: Sequence[api.Key] = (OLD, NEW)) -> dict[str, list[int]]:
     """Return which of the keys open each checkpoint of a store alone, by number."""
     found: dict[str, list[int]] = {}
     for number, key in enumerate(keys):
@@ -65,23 +64,25 @@ def _openers(objects: Objects, keys: Sequence[api.Key] = (OLD, NEW)) -> dict[str
     return found
 
 
-def _upload_all(objects: Objects, store: api.Place) -> list[Uploaded]:
+def _upload_all(objects: api.Objects, store: api.Place) -> list[Uploaded]:
     there = directory_of(objects)
     return [there.upload(store, one.name) for one in sorted(store.scan(), key=lambda one: one.name)]
 
 
-def _contents(objects: Objects) -> dict[str, bytes]:
+def _contents(objects: api.Objects) -> dict[str, bytes]:
     return {one.key: objects.get(one.key) for one in [*objects.list(), *objects.list("data/")]}
 
 
-def _filled(contents: dict[str, bytes]) -> Objects:
+def _filled(contents: dict[str, bytes]) -> api.Objects:
     bucket = new_objects()
     for key, data in contents.items():
         bucket.put(key, [data], len(data))
     return bucket
 
 
-def _points(upload: Callable[[Objects], object], contents: dict[str, bytes]) -> Iterable[Objects]:
+def _points(
+    upload: Callable[[api.Objects], object], contents: dict[str, bytes]
+) -> Iterable[api.Objects]:
     """Yield a store for each request of an upload, before and after which the upload died."""
     calm = CountedObjects(_filled(contents))
     upload(calm)
@@ -113,7 +114,7 @@ def test_mirror_of_changed_keys_opens_for_old_or_new_ones_at_every_request(
     for change in changes:
         rekey(change, directory=tmp_path)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     calm = CountedObjects(_filled(contents))
@@ -139,7 +140,7 @@ def test_set_of_files_with_changed_keys_opens_for_old_or_new_ones_at_every_reque
     rekey(ROTATION, fs=disk, processes=ModelProcesses(disk))
     (one,) = store.scan()
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, one.name)
 
     for bucket in _points(upload, contents):
@@ -156,7 +157,7 @@ def test_keys_that_change_again_after_a_cut_change_leave_each_state_open(tmp_pat
     _upload_all(first, store)
     start = _contents(first)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     rekey(ROTATION, directory=tmp_path)
@@ -181,7 +182,7 @@ def test_data_that_is_encrypted_again_replaces_the_old_at_one_request(
     changing = open_for_rekeying(tmp_path, _REENCRYPTION)
     reencrypt_checkpoint(changing, changing.scan()[0], _REENCRYPTION)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     for bucket in _points(upload, contents):
@@ -207,7 +208,7 @@ def test_run_with_the_new_key_brings_its_mirror_to_it(tmp_path: Path) -> None:
             manager.save(step, _state(step))
     rekey(ROTATION, directory=tmp_path / "a")
     assert run_with(NEW, tmp_path / "a") == 2
-    assert set(map(tuple, _openers(open_objects(url)).values())) == {(1,)}
+    assert set(map(tuple, _openers(api.open_objects(url)).values())) == {(1,)}
     assert run_with(NEW, tmp_path / "b") == 2
 
 
@@ -234,12 +235,12 @@ def test_checkpoint_that_is_only_in_the_mirror_is_named_after_a_change_of_keys(
     run("copy", f"{url}/net-1.safetensors.ckpe", tmp_path / "b")
     rekey(ROTATION, directory=tmp_path / "b")
     assert run("copy", tmp_path / "b", url).exit_code == 0
-    assert set(map(tuple, _openers(open_objects(url)).values())) == {(1,)}
+    assert set(map(tuple, _openers(api.open_objects(url)).values())) == {(1,)}
 
 
 def test_header_that_was_damaged_there_is_mended_by_a_change(tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
-    objects = open_objects(f"file://{bucket}")
+    objects = api.open_objects(f"file://{bucket}")
     save_run(directory=tmp_path / "a", steps=1)
     _upload_all(objects, api.place(tmp_path / "a"))
     (data,) = bucket.glob("data/*/*.ckpe")
@@ -272,7 +273,7 @@ def test_pin_tag_and_metric_are_brought_there_at_the_end_of_the_run(tmp_path: Pa
 
 
 def _there(url: str) -> list[Checkpoint]:
-    found = ObjectPlace(open_objects(url), trust=api.DEFAULT_TRUST).scan()
+    found = ObjectPlace(api.open_objects(url), trust=api.DEFAULT_TRUST).scan()
     return sorted(found, key=lambda one: one.step)
 
 
@@ -337,7 +338,7 @@ def test_download_that_a_change_of_keys_overtakes_is_begun_again(tmp_path: Path)
 def test_two_places_that_changed_one_checkpoint_as_often_are_a_conflict(
     tmp_path: Path, change: str
 ) -> None:
-    objects = open_objects(new_url())
+    objects = api.open_objects(new_url())
     save_run(directory=tmp_path / "a", steps=1)
     (one,) = api.listed(tmp_path / "a")
     _upload_all(objects, api.place(tmp_path / "a"))
@@ -372,7 +373,7 @@ def test_live_run_that_another_one_went_on_from_loses_nothing_in_the_mirror(
         _saved(first, 3)
         for step in (10, 11, 12):
             _saved(second, step)
-        there = listed(open_objects(mirror.url)).keys()
+        there = listed(api.open_objects(mirror.url)).keys()
     assert there == {f"ckpt-{step}.ckpt" for step in (2, 3, 11, 12)}
     assert caplog.text.count("another run of this line saves there, too, up to ckpt-") == 1
 
@@ -416,7 +417,7 @@ def test_copy_into_a_directory_refuses_newer_keys(tmp_path: Path) -> None:
 
 def test_older_copy_takes_no_pin_and_no_key_away(tmp_path: Path) -> None:
     url = new_url()
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     save_run(directory=tmp_path / "a", steps=2)
     _upload_all(objects, api.place(tmp_path / "a"))
     for name in sorted(one.name for one in api.listed(tmp_path / "a")):
@@ -495,7 +496,7 @@ def test_pinned_checkpoint_here_is_never_removed_there(tmp_path: Path, by: str) 
             assert run(*watched).exit_code == 0
             if step == 1:
                 run("pin", runs / "ckpt-1.ckpt")
-    assert listed(open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
+    assert listed(api.open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
     assert _there(url)[0].pins
 
 
@@ -524,7 +525,7 @@ def test_comparison_of_many_checkpoints_takes_two_requests_for_each_and_none_aga
     with CheckpointManager(tmp_path, config, mirror=url) as manager:
         for step in range(1, 21):
             manager.save(step, _state(step))
-    counted = CountedObjects(open_objects(url))
+    counted = CountedObjects(api.open_objects(url))
     monkeypatch.setattr(mirrors, "open_objects", lambda _: counted)
     with CheckpointManager(tmp_path, config, mirror=url) as manager:
         manager.resume(_state(0))

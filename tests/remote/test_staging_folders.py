@@ -18,15 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, save_state
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import CheckpointManager, StoreLocked, save_state
 from tests.support import api
 from tests.support.runs import manager_on
 
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.requests import open_objects
 from ckptmgr.objects.staging import staging_directory
 from tests.remote.buckets import listed, new_url
 
@@ -258,7 +256,7 @@ def test_file_that_is_saved_while_its_folder_is_swept_waits_for_that(
         monkeypatch.setattr(time, "monotonic", lambda: start + sum(slept_s))
         with contextlib.nullcontext() if is_saved else pytest.raises(StoreLocked):
             save_state(_STATE, f"{url}/net.ckpt")
-    assert len(listed(open_objects(url))) == int(is_saved)
+    assert len(listed(api.open_objects(url))) == int(is_saved)
 
 
 def test_other_entries_beside_the_folders_stay(machine: Path, killed: Path) -> None:

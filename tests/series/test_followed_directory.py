@@ -15,10 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CheckpointNotFound
+from ckptmgr.events import Event
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.temp_names import is_temp_of
-from ckptmgr.observe.events import Event
 from ckptmgr.store import catalogue
 from tests.conftest import MEMORY
 from tests.support import api

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.filesystem import FileStatus, OsFileSystem
+from ckptmgr import StoreLocked
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.leases import ProcProcesses, hold_lease, lease_path
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
 from tests.support import api
@@ -83,7 +83,7 @@ class _Cleaning(api.OsFileSystem):
         super().unlink(path)
 
 
-def _save_run(directory: Path, fs: OsFileSystem) -> None:
+def _save_run(directory: Path, fs: api.OsFileSystem) -> None:
     with manager_on(directory, fs=fs, prefix="net") as manager:
         manager.save(1, {"w": np.arange(3.0)})
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of

@@ -20,8 +20,8 @@ from ckptmgr import (
     Resumption,
     Skipped,
     Trust,
+    UnprovenCheckpoint,
 )
-from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.name_leases import hold_name

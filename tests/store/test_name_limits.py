@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
-from ckptmgr.core.errors import StoreFull
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, StoreFull
 from ckptmgr.store.name_limits import check_name_lengths
 from tests.parallel.ranks import Meeting, Seat
 from tests.support import api

@@ -25,7 +25,6 @@ from ckptmgr import (
     parse_policy,
     save_checkpoint,
 )
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
@@ -330,7 +329,7 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
     prepared = saved_three(fast_path)
 
     def decide(directory: Path) -> Act:
-        def pin(fs: FileSystem) -> None:
+        def pin(fs: api.FileSystem) -> None:
             with manager_on(directory, fs=fs, prefix="net") as manager:
                 manager.pin("net-1_1.ckpt")
 

@@ -20,7 +20,6 @@ from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, UnsafePrune, Un
 from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name, parse_shard_name
 from ckptmgr.objects.directory import data_key
-from ckptmgr.objects.requests import open_objects
 from tests.cli.running import NOW_S, run
 from tests.remote.buckets import new_url
 from tests.support import api
@@ -91,7 +90,7 @@ def act_empty_trash(runs: Path) -> None:
 def act_copy(runs: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    assert not [one.key for one in open_objects(url).list() if "net-" not in one.key]
+    assert not [one.key for one in api.open_objects(url).list() if "net-" not in one.key]
 
 
 ACTS = [
@@ -201,7 +200,7 @@ def test_name_of_a_checkpoint_is_neither_hidden_nor_that_of_a_rank_nor_of_anothe
 def test_copy_from_an_address_brings_no_file_of_another_kind(runs: Path, tmp_path: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     for name in FOREIGN_NAMES:
         manifest = describing(runs, name, CONTENT, step=99)
         objects.create(api.manifest_name(name), api.encode_manifest(manifest))
@@ -218,7 +217,7 @@ def test_copy_from_an_address_brings_no_file_of_another_kind(runs: Path, tmp_pat
 def test_resume_from_a_mirror_brings_no_file_of_another_kind(runs: Path, tmp_path: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     for name in FOREIGN_NAMES:
         manifest = describing(runs, name, CONTENT, step=99)
         objects.create(api.manifest_name(name), api.encode_manifest(manifest))

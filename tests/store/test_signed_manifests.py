@@ -28,13 +28,14 @@ from ckptmgr import (
     KeyProblem,
     ModelCheckpoint,
     TamperedCheckpoint,
+    Trust,
     UnprovenCheckpoint,
     UnsealedCheckpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
-from ckptmgr.core.trust import Trust, public_keys
+from ckptmgr.core.trust import public_keys
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of

@@ -10,9 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ckptmgr import Checkpoint
+from ckptmgr import Checkpoint, Trust
 from ckptmgr.core.model import Pin, State
-from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
@@ -20,6 +20,7 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, OutputFile
 from ckptmgr.maintenance.verdict import Level, Status, Verification
 from ckptmgr.maintenance.verify import verify_checkpoint
+from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.codec import decode as decode_manifest
@@ -35,6 +36,7 @@ __all__ = [
     "Key",
     "Level",
     "Manifest",
+    "Objects",
     "OsFileSystem",
     "OutputFile",
     "Pin",
@@ -52,6 +54,7 @@ __all__ = [
     "listed",
     "manifest_name",
     "manifest_of",
+    "open_objects",
     "place",
     "reading",
     "verify",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.trust import Trust
+from ckptmgr import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.save.job import SaveFacts, SaveOptions

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save as save_safetensors
 
-from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CkptmgrError, KeyProblem
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CkptmgrError, KeyProblem, Trust
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
