@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
+from ckptmgr.config.config import DEFAULT_KEEP_MAX
 from ckptmgr.policy.rules import Best, Epochs, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.tag_rules import Tagged
-
-DEFAULT_KEEP_MAX = 5
 
 
 def check_keep(
