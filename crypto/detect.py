@@ -7,10 +7,10 @@ from .container.header import CONTAINER_MAGIC
 from .container.unlock import find_copies
 from .errors import CryptoError
 from .mindspore.records import read_bytes, sniff_mode
-from .source import Source
+from .source import Ciphertext
 
 
-def cipher_of(source: Source) -> str | None:
+def cipher_of(source: Ciphertext) -> str | None:
     """Return the cipher mode of a container or of MindSpore's records; None for all other files."""
     first = read_bytes(source, 0, length=min(len(CONTAINER_MAGIC), source.size))
     if first != CONTAINER_MAGIC:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Protocol
 
 
-class Source(Protocol):
+class Ciphertext(Protocol):
     """Bytes addressed by offset.
 
     `read_into` fills the whole buffer or raises; it is safe to use from several threads.
@@ -26,6 +26,6 @@ class Source(Protocol):
         ...
 
 
-def is_remote(source: Source) -> bool:
+def is_remote(source: Ciphertext) -> bool:
     """Return whether each read of a source has a high latency: few, long reads are better."""
     return getattr(source, "is_remote", False) is True

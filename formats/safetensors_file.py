@@ -27,9 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import ClassVar
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, DType, packed_dtype
 from .errors import FormatError, TruncatedError, UnsupportedError
+from .file_crc import FileCrc
 from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
 from .index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
@@ -46,6 +48,7 @@ from .safetensors_layout import (
     COMPACT_ALIGNMENT,
     LIBRARY_ALIGNMENT,
     in_library_order,
+    in_listed_order,
     in_own_order,
 )
 from .source import Source, read_bytes
@@ -209,6 +212,20 @@ class SafetensorsIndex:
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
     crc: int | None
+    format: ClassVar[str] = "safetensors"
+
+    @property
+    def listed(self) -> Sequence[TensorEntry]:
+        """The entries in the order that users see."""
+        return in_listed_order(self.entries)
+
+    def start_crc(self) -> FileCrc:
+        """Return a new computation of the CRC32 in the file."""
+        return ContentsCrc(self.entries)
+
+    def tensors(self) -> tuple[TensorEntry, ...]:
+        """Return every tensor, in data order."""
+        return self.entries
 
 
 def read_safetensors_index(source: Source) -> SafetensorsIndex:

@@ -20,6 +20,8 @@ from ckptmgr.crypto.keys import child_environment
 from ckptmgr.crypto.slots import stretching
 from ckptmgr.io.filesystem import OsFileSystem
 
+pytest.register_assert_rewrite("ckptmgr.testing.places")  # its assertions say what differs
+
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(
     "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -27,7 +29,7 @@ settings.register_profile(
 settings.register_profile(
     "ci", settings.get_profile("dev"), max_examples=100, derandomize=True, print_blob=True
 )
-# The wheel is searched for what the package left out, not for what CI found in the sources before.
+# The wheel is searched for files that the package left out, not for those that CI found in the sources before.
 settings.register_profile("wheel", settings.get_profile("ci"), max_examples=10)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
@@ -48,7 +50,7 @@ def plain_ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test what a new process has: all of the budget for passphrases, and no variable named as a secret yet."""
+    """Give each test the state of a new process: all of the budget for passphrases, and no variable named as a secret yet."""
     monkeypatch.setattr(stretching, "_of_process", stretching.StretchingBudget())
     monkeypatch.setattr(child_environment, "_named", set[str]())
 
@@ -132,6 +134,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Keep what was collected (10,000 tests, the frameworks) out of each later garbage collection: one took 0.5 s."""
+    """Keep the collected objects (10,000 tests, the frameworks) out of each later garbage collection: one took 0.5 s."""
     gc.collect()
     gc.freeze()

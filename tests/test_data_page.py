@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of docs/data.md do what they say."""
+"""The examples of docs/data.md work as described."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make demo` needs the dependencies of the package alone, says what it installs, and keeps its promises."""
+"""`make demo` needs the dependencies of the package alone, lists its installations, and keeps its promises."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package says it needs: nothing that it does not import, and no version that is older than those we test."""
+"""Declared dependencies: nothing that the package does not import, and no version that is older than those we test."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README and the pages: what they show runs in the order in which it stands, from an empty folder."""
+"""The README and the pages: their examples run in the order of the page, from an empty folder."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted((DOCS / "how-to").glob("*.md")),
     *sorted((DOCS / "coming-from").glob("*.md")),
+    DOCS / "run-directory.md",
+    DOCS / "errors-and-retries.md",
 ]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", re.MULTILINE)

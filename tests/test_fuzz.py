@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fuzzer: it runs every target, finds what is planted, goes on from its corpus, and survives its inputs."""
+"""The fuzzer: it runs every target, finds planted faults, goes on from its corpus, and survives its inputs."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ _RARE = (
     "ckptmgr.crypto.slots", "ckptmgr.engine.snapshots", "ckptmgr.engine.staging", "ckptmgr.engine.worker",
     "ckptmgr.engine.worker_client", "ckptmgr.engine.zero_stall", "ckptmgr.files.load.container",
     "ckptmgr.files.load.shard_pieces", "ckptmgr.files.save.compressed", "ckptmgr.files.save.container_stream",
-    "ckptmgr.formats.strategy", "ckptmgr.integrations", "ckptmgr.maintenance", "ckptmgr.parallel.rank_writer",
+    "ckptmgr.formats.strategy", "ckptmgr.integrations", "ckptmgr.maintenance", "ckptmgr.parallel.rank_commit",
     "ckptmgr.policy.text", "ckptmgr.policy.time_rules", "ckptmgr.state.slices", "ckptmgr.state.torch_values",
     "ckptmgr.store.manifest.keys", "ckptmgr.training.breakpoints", "ckptmgr.training.callback_names",
 )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names: what their docstrings raise can be caught, and what they return prints briefly."""
+"""The public names: the errors in their docstrings can be caught, and their results print briefly."""
 
 from __future__ import annotations
 

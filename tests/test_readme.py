@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of the README and of the guides do what they say."""
+"""The examples of the README and of the guides work as described."""
 
 from __future__ import annotations
 

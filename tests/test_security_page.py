@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page on security says what is true of the code."""
+"""The statements of the page on security are true of the code."""
 
 from __future__ import annotations
 

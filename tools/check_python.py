@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Say what is missing before a virtual environment is made. Runs on any Python 3.6 or newer."""
+"""Name missing programs before a virtual environment is made. Runs on any Python 3.6 or newer."""
 
 import importlib.util
 import sys

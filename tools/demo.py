@@ -125,7 +125,7 @@ def kill_in_the_middle(directory: Path, environment: dict[str, str]) -> None:
 
 
 def ckptmgr(*arguments: str, environment: dict[str, str]) -> None:
-    """Run the command line tool, showing what was typed."""
+    """Run the command line tool, showing its line."""
     console.print(f"   [dim]$ ckptmgr {shlex.join(arguments)}[/]", soft_wrap=True)
     sys.stdout.flush()
     subprocess.run([sys.executable, "-m", "ckptmgr", *arguments], env=environment, check=True)

@@ -150,7 +150,7 @@ class StoppingFile:
 
 
 class RunContext:
-    """What the loop hands to the callback."""
+    """The argument of the callback."""
 
     def __init__(self, **values: object) -> None:
         self._values = SimpleNamespace(**values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two pictures of the README, as SVG: what a policy kept of a run, and how long saves take.
+"""The two pictures of the README, as SVG: the checkpoints of a run that a policy kept, and how long saves take.
 
 `python -m tools.pictures` writes them anew. The first is the answer of `ckptmgr.plan` for a run whose losses are
 computed here; the figures of the second are read from the table of saves in `docs/benchmarks.md`.

@@ -3,17 +3,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.cli import render
+from ckptmgr.cli.exits import note
 from ckptmgr.cli.options import absolute
 from ckptmgr.core.errors import (
     CheckpointNotFound,
     CkptmgrError,
     CorruptCheckpoint,
+    UnsafePrune,
     UnsupportedCheckpoint,
 )
 from ckptmgr.core.model import Checkpoint, State
@@ -21,9 +24,11 @@ from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
-    from ckptmgr.io.filesystem import FileSystem
+    from ckptmgr.core.place import Place
+    from ckptmgr.io.filesystem import FileStatus, FileSystem
     from ckptmgr.maintenance.foreign.listing import ForeignListing, Run
     from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
+    from ckptmgr.maintenance.prune_plan import Planner, Spared
     from ckptmgr.store.store import Store
 
 OpenStore = Callable[[Path], "Store"]
@@ -54,6 +59,85 @@ def foreign_json(one: ForeignCheckpoint) -> dict[str, Json]:
         "tool": one.checkpoint.format,
         "named_by": list(one.named_by),
     }
+
+
+def tool_of(checkpoint: Checkpoint) -> str | None:
+    """Return the other tool that wrote a checkpoint; None for one of ours."""
+    from ckptmgr.maintenance.foreign.layouts import TITLES
+
+    return checkpoint.format if checkpoint.format in TITLES else None
+
+
+def place_to_prune(
+    store: Store, found: Sequence[Checkpoint], entries: Mapping[str, FileStatus]
+) -> tuple[Place, Callable[[Spared], Planner]]:
+    """Return the place that `prune` is about: the store, or the checkpoints of other tools in it.
+
+    The second value makes its planner.
+
+    `found` is the listing of the store, and `entries` those of the directory.
+
+    Raises:
+        UnsafePrune: The directory is one checkpoint of another tool, or no key proves those in it.
+        CkptmgrError: It holds no checkpoint itself, but folders below it do.
+    """
+    from ckptmgr.maintenance.prune_plan import RunPlanner
+
+    if not store.can.folders:
+        return store, partial(RunPlanner, store)
+    from ckptmgr.maintenance.foreign.check import needs_proof
+    from ckptmgr.maintenance.foreign.listing import list_foreign
+    from ckptmgr.maintenance.foreign.place import ForeignPlace
+    from ckptmgr.maintenance.foreign.planner import ForeignPlanner
+    from ckptmgr.store.trash import DirectoryTrash
+
+    listing = list_foreign(store.fs, store.directory, entries=entries)
+    paths = listing.paths
+    own = [one for one in found if one.path not in paths] if paths else found
+    if listing.is_itself:
+        raise UnsafePrune(
+            f"is one checkpoint of {titles_of(listing)[0]}, not a directory of several",
+            path=store.directory,
+            hint=f"ckptmgr prune {store.directory.parent}",
+        )
+    if not listing.checkpoints:
+        is_empty = not (own or DirectoryTrash(store).batches())
+        absence = why_none(store.fs, store.directory) if is_empty else None
+        if absence is not None:
+            raise absence
+        return store, partial(RunPlanner, store)
+    tools = " and ".join(titles_of(listing))
+    if any(not one.is_bare for one in own):
+        count = render.counted(len(listing.checkpoints), "checkpoint")
+        note(
+            f"{count} of {tools} stay as they are: in a directory with checkpoints of ckptmgr, prune "
+            "applies to those alone"
+        )
+        return store, partial(RunPlanner, store)
+    if own:
+        count = render.counted(len(own), "file")
+        note(f"{count} without a manifest beside them stay: prune is about the other tool here")
+    if needs_proof(store.trust):
+        raise UnsafePrune(
+            f"no key proves the checkpoints of {tools}, so none may go",
+            path=store.directory,
+            hint="leave the key out, or pass --allow-unencrypted if you trust who wrote them",
+        )
+    place = ForeignPlace(store, listing)
+    return place, partial(ForeignPlanner, place)
+
+
+def place_to_undo(store: Store) -> Place:
+    """Return the place with the last batch in its trash: the store, or the other tools in it."""
+    from ckptmgr.maintenance.foreign.place import ForeignPlace
+    from ckptmgr.store.trash import DirectoryTrash
+
+    theirs = ForeignPlace(store)
+    ours, other = (
+        max((one.thrown_at for one in trash.batches() if one.checkpoints), default=None)
+        for trash in (DirectoryTrash(store), theirs.trash)
+    )
+    return theirs if other is not None and (ours is None or other > ours) else store
 
 
 def why_none(fs: FileSystem, directory: Path) -> CkptmgrError | None:

@@ -17,7 +17,7 @@ _EXIT_CODE = re.compile(r" +[0-9]{1,3}  (?=\S)")
 _SHELL_WORD = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 
 
-class Piece(NamedTuple):
+class CellPiece(NamedTuple):
     """Text of a line of a table, and the column that it comes from; None for padding."""
 
     column: int | None
@@ -99,7 +99,7 @@ def _wrapped_example(line: str, start: int, columns: int) -> Iterator[str]:
 
 def fit(
     lines: Sequence[Sequence[str]], right: Collection[int], columns: int
-) -> list[list[list[Piece]]] | None:
+) -> list[list[list[CellPiece]]] | None:
     """Return the pieces of each line of each row of a table, or None where it cannot be made to fit.
 
     Columns without content are left out first, then cells are broken between words, those of
@@ -163,7 +163,7 @@ class _Table:
 
     def pieces(
         self, chosen: Sequence[int], widths: Sequence[int], *, alone: Sequence[int] = ()
-    ) -> list[list[list[Piece]]]:
+    ) -> list[list[list[CellPiece]]]:
         """Return the pieces of each line of each row; each column of `alone` has lines of its own."""
         broken_lines = [
             [
@@ -180,14 +180,18 @@ class _Table:
         for line, parts in zip(self._lines, broken_lines, strict=True):
             row = []
             for number in range(max(1, *map(len, parts))):
-                row.append([Piece(None, HANGING)] if alone else [])
+                row.append([CellPiece(None, HANGING)] if alone else [])
                 for i, width, part in zip(chosen, tight, parts, strict=True):
                     text = part[number] if number < len(part) else ""
-                    padding = Piece(None, " " * (width - len(text)))
-                    piece = Piece(i, text)
+                    padding = CellPiece(None, " " * (width - len(text)))
+                    piece = CellPiece(i, text)
                     row[-1] += [padding, piece] if i in self._right else [piece, padding]
-                    row[-1].append(Piece(None, GAP))
-            before = [[Piece(i, line[i])] for i in alone if i < chosen[0]]
-            after = [[Piece(None, HANGING * 2), Piece(i, line[i])] for i in alone if i > chosen[0]]
+                    row[-1].append(CellPiece(None, GAP))
+            before = [[CellPiece(i, line[i])] for i in alone if i < chosen[0]]
+            after = [
+                [CellPiece(None, HANGING * 2), CellPiece(i, line[i])]
+                for i in alone
+                if i > chosen[0]
+            ]
             rows.append([*before, *row, *after])
         return rows

@@ -20,6 +20,7 @@ from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
 from ckptmgr.cli.layout import wrapped_help
 from ckptmgr.core import names as of_names
 from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
+from ckptmgr.core.place import Capabilities, no_effect
 from ckptmgr.core.urls import is_url, refuse_unexpanded
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ _AT_ADDRESSES = {
     "doctor": "ckptmgr storage probe URL tries what a store guarantees",
     "pin": _NOT_CHANGED,
     "report": "ckptmgr ls URL lists what is there",
-    "rm": "ckptmgr prune URL --keep EXPR --now removes what a policy does not keep",
     "simulate": "ckptmgr prune URL --keep EXPR --dry-run shows what a policy keeps there",
     "stats": "ckptmgr ls URL lists what is there",
     "tag": _NOT_CHANGED,
@@ -303,16 +303,27 @@ def series_option(function: Command) -> Command:
     )
 
 
-def open_store(directory: Path, *, trust: Trust) -> Store:
-    """Return the store of a directory, or of an address."""
-    from ckptmgr.store.store import Store
+def refuse_without_effect(option: str, can: Capabilities, capability: str, *, hint: str) -> None:
+    """Raise UsageProblem for an option without effect at a place; see `core.place.no_effect`."""
+    refused = no_effect(option, can, capability, hint=hint)
+    if refused is not None:
+        raise UsageProblem(refused.message, hint=refused.hint)
 
-    if is_url(directory):
-        from ckptmgr.objects.filesystem import remote_store
-        from ckptmgr.objects.requests import open_objects
 
-        return remote_store(open_objects(str(directory)), trust=trust)
-    return Store(absolute(directory), trust=trust)
+def check_said_now(can: Capabilities, *, at_once: bool, only_shows: bool) -> None:
+    """Raise UsageProblem unless `--now` is said at a place without a trash."""
+    if not (can.trash or only_shows or at_once):
+        raise UsageProblem(
+            f"{can.name} has no trash: what goes, goes for good",
+            hint="look at the plan with --dry-run, then say --now",
+        )
+
+
+def open_store(directory: Path, *, trust: Trust, clock: Callable[[], float] = time.time) -> Store:
+    """Return the store of a directory, or of an address; `clock` returns seconds since the epoch."""
+    from ckptmgr.objects.places import open_place
+
+    return open_place(absolute(directory), trust=trust, clock=clock)
 
 
 def absolute(path: Path) -> Path:

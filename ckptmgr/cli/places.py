@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmgr.cli import render
+from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import note
 from ckptmgr.cli.foreign import foreign_json, foreign_of, why_none
 from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener
@@ -17,7 +17,6 @@ from ckptmgr.cli.run_lines import run_by_name
 from ckptmgr.cli.selectors import list_selected
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import RunLine, lines_of
@@ -64,7 +63,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ListedPlace:
     """A directory, its checkpoints, and the lines of runs that ours are of.
 
     `has_foreign`: whether another tool has any there, of whatever series.
@@ -110,7 +109,7 @@ def places_of(
     series: str | None,
     with_leftovers: bool,
     is_recursive: bool,
-) -> tuple[list[Place], list[Exception]]:
+) -> tuple[list[ListedPlace], list[Exception]]:
     """Return the place of a directory, or with `is_recursive` those of all runs in it and below.
 
     Then follow the errors about single runs and folders below it, which are left out.
@@ -120,7 +119,7 @@ def places_of(
     """
     open_store = showing_opener(given_trust)
 
-    def place_of(path: Path) -> Place:
+    def place_of(path: Path) -> ListedPlace:
         store = open_store(path)
         place = _place(store, series=series, with_leftovers=with_leftovers)
         if is_shown_as_plain(given_trust, store):
@@ -129,6 +128,15 @@ def places_of(
 
     own = place_of(directory)
     store = own.store
+    if is_recursive:
+        hint = "name the address of each run"
+        options.refuse_without_effect("-r", store.can, "folders", hint=hint)
+    if not (store.can.folders or own.entries):
+        raise CheckpointNotFound(
+            "no checkpoint is below this address",
+            path=store.directory,
+            hint="ckptmgr storage probe tells whether it can be reached",
+        )
     if not is_recursive:
         if not (own.found or own.has_foreign or store.scan()):
             absence = why_none(store.fs, store.directory)
@@ -148,7 +156,7 @@ def places_of(
     failures: list[Exception] = [*unread]
     if not is_all:
         note(f"only the first {_MOST_FOLDERS:,} folders were searched")
-    below: list[Place] = []
+    below: list[ListedPlace] = []
     for run in runs:
         if own.paths.intersection([run.path, *run.path.parents]):
             continue
@@ -164,15 +172,18 @@ def places_of(
     return places, failures
 
 
-def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
+def _place(store: Store, *, series: str | None, with_leftovers: bool) -> ListedPlace:
     from ckptmgr.maintenance.past_checks import recall
 
     listed = list_selected(store, series=series, with_leftovers=with_leftovers)
-    if with_leftovers and is_url(store.directory):
-        listed = [*listed, *_left_at(store, listed, series=series)]
-    foreign = foreign_of(store, with_hub=not is_url(store.directory))
+    if with_leftovers:
+        # Those of all series: data without a manifest is not known by what else has one.
+        everything = listed if series is None else store.scan()
+        left = store.leftovers(everything)
+        listed = [*listed, *(one for one in left if series in (None, one.series))]
+    foreign = foreign_of(store, with_hub=store.can.folders)
     found = [_sniffed(store, c) for c in listed if not foreign.has(c)]
-    return Place(
+    return ListedPlace(
         store=store,
         found=found,
         others=[one for one in foreign.checkpoints if series in (None, one.checkpoint.series)],
@@ -180,17 +191,6 @@ def _place(store: Store, *, series: str | None, with_leftovers: bool) -> Place:
         has_foreign=bool(foreign.checkpoints),
         checks=recall(store, found),
     )
-
-
-def _left_at(store: Store, listed: Sequence[Checkpoint], *, series: str | None) -> list[Checkpoint]:
-    from ckptmgr.objects.directory import RemoteDirectory
-    from ckptmgr.objects.requests import open_objects
-    from ckptmgr.remote.leftovers import leftovers
-
-    there = RemoteDirectory(open_objects(str(store.directory)), clock=store.clock)
-    # Those of all series: data without a manifest is not known by what else has one.
-    found = listed if series is None else store.scan()
-    return [one for one in leftovers(there, found) if series in (None, one.series)]
 
 
 def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:

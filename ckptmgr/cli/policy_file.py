@@ -13,7 +13,6 @@ from pathlib import Path
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.urls import is_url
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.descriptors import HeldDirectories
@@ -68,13 +67,12 @@ def policy_in(
             each is about one run.
     """
     recorded = partial(recorded_policy, store)
-    is_remote = is_url(store.directory)  # where no ckptmgr.toml is read
-    if keep is None and (is_remote or policy_of(store.directory) is None):
+    if keep is None and (not store.can.config or policy_of(store.directory) is None):
         present = store.scan() if found is None else found
         together = counted_together(present, series=series, by_series=by_series)
         if any(_says_something(recorded, counted) for counted in together):
             return recorded
-    if keep is None and is_remote:
+    if keep is None and not store.can.config:
         raise UsageProblem(
             "no retention policy: nothing says what to keep",
             hint="pass --keep 'last(5)'; only a CheckpointManager that saves to the address itself records its own for it",

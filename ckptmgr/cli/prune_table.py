@@ -18,10 +18,11 @@ from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.sizes import size_text
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.json_fields import has_known_step
-from ckptmgr.maintenance.prune import LinePlan, Proposal, PruneResult
+from ckptmgr.maintenance.prune import LinePlan, Proposal
 from ckptmgr.policy.lines import RunLine
 from ckptmgr.policy.rules import Best, RetentionPolicy
 from ckptmgr.series.candidates import is_manifest
+from ckptmgr.store.applied import Applied
 
 _TIMELINE_WIDTH = 60
 _UNICODE_MARKS = {"keep": "■", "drop": "·", "corrupt": "✗"}
@@ -57,6 +58,8 @@ class PlanView:
             if other.error is not None:
                 why = "all stay, because of an error"
             self.output.line(f"{label}  {why}")
+        for entry in proposal.untouched:
+            self.output.line(f"{entry.name}: stays, because its name has no step")
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
@@ -71,7 +74,7 @@ class PlanView:
         verb = "stays" if len(kept) == 1 else "stay"
         self.output.line(f"would free {freed}; {len(kept)} {verb} ({stays})")
 
-    def result(self, proposal: Proposal, outcome: PruneResult | None) -> None:
+    def result(self, proposal: Proposal, outcome: Applied | None) -> None:
         """Show the result of a prune; None if nothing was done."""
         if self.output.is_json:
             self.output.result(plan_items(proposal), self._summary(proposal, outcome))
@@ -153,7 +156,7 @@ class PlanView:
             for checkpoint in plan.dropped:
                 self.output.line(f"  {checkpoint.name}  {size_text(checkpoint.size_bytes)}")
 
-    def _summary(self, proposal: Proposal, outcome: PruneResult | None) -> dict[str, Json]:
+    def _summary(self, proposal: Proposal, outcome: Applied | None) -> dict[str, Json]:
         return {
             "policy": proposal.policy,
             "filters": {"series": self.series, "conditions": self.chosen.texts},

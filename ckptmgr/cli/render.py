@@ -157,7 +157,7 @@ class Output:
             self.line(*cells)
 
     def _print_fitted(
-        self, rows: Sequence[Sequence[Cell]], fitted: Sequence[Sequence[Sequence[layout.Piece]]]
+        self, rows: Sequence[Sequence[Cell]], fitted: Sequence[Sequence[Sequence[layout.CellPiece]]]
     ) -> None:
         for row, lines in zip(rows, fitted, strict=True):
             for line in lines:

@@ -34,7 +34,7 @@ from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.reserved_names import is_bookkeeping_name
 from ckptmgr.store.store import Store
-from ckptmgr.store.trash import batches
+from ckptmgr.store.trash import DirectoryTrash
 
 OpenStore = Callable[[Path], Store]
 
@@ -133,7 +133,7 @@ def list_selected(
     Raises:
         CheckpointNotFound: There is no such directory.
     """
-    if not is_url(store.directory):
+    if store.can.folders:
         check_directory(store.directory)
     found = store.scan_for(series)
     if not with_leftovers:
@@ -182,7 +182,7 @@ def _select_one(
 def _in_trash(store: Store, open_store: OpenStore, series: str | None) -> list[Selected]:
     return [
         Selected(store=open_store(batch.path), checkpoint=one, thrown_out_of=store)
-        for batch in batches(store)
+        for batch in DirectoryTrash(store).batches()
         for one in batch.checkpoints
         if series in (None, one.series)
     ]
@@ -192,7 +192,7 @@ def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Se
     from ckptmgr.objects.paths import UrlPath
 
     address = UrlPath(checked_address(text).removesuffix(MANIFEST_SUFFIX))
-    if not is_file_address(text):
+    if not is_file_name(text):
         store = open_store(address)
         found = list_selected(store, series=series)
     else:
@@ -204,10 +204,15 @@ def _at_address(text: str, open_store: OpenStore, series: str | None) -> list[Se
     return [Selected(store=store, checkpoint=one) for one in found]
 
 
-def is_file_address(text: str) -> bool:
-    """Return whether an address is that of one checkpoint, and not of all below it."""
+def is_run_address(text: str) -> bool:
+    """Return whether a text is the address of all checkpoints below it, and not of one."""
+    return is_url(text) and not is_file_name(text)
+
+
+def is_file_name(text: str) -> bool:
+    """Return whether a path or address ends in the name of one checkpoint."""
     name = text.removesuffix(MANIFEST_SUFFIX)
-    return is_url(text) and (name.endswith(DATA_SUFFIXES) or is_set_name(name))
+    return name.endswith(DATA_SUFFIXES) or is_set_name(name)
 
 
 def _where_to_look(store: Store, place: Path) -> str:

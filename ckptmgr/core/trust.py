@@ -32,7 +32,7 @@ ACCEPT_UNENCRYPTED_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class Trust:
-    """What a run accepts as proof: `CheckpointManager(..., trust=Trust(trusted_keys=["a.pub"]))`.
+    """The proofs that a run accepts: `CheckpointManager(..., trust=Trust(trusted_keys=["a.pub"]))`.
 
     Attributes:
         trusted_keys: Public keys, or their files in PEM. A run does not resume from a checkpoint

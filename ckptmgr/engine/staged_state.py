@@ -18,9 +18,9 @@ from ckptmgr.io.cgroups import usable_cpus
 from ckptmgr.io.threads import for_each
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
-    Part,
     SlabOffset,
     TensorContent,
+    TensorPart,
     describe_items,
     replace_contents,
     tensors_in,
@@ -134,7 +134,7 @@ class StagedState:
         A part of one is overwritten alone. Tensors that are not copied stay, and bytes in a spill
         file stay until the release.
         """
-        part = tensor.content if isinstance(tensor.content, Part) else None
+        part = tensor.content if isinstance(tensor.content, TensorPart) else None
         index = self._index_of(tensor if part is None else part.whole)
         if self._wipe != "each_buffer" or index is None:
             return
@@ -158,7 +158,7 @@ class StagedState:
         """Return items as plain values for JSON; `items_from` rebuilds them in another process.
 
         The values refer to slabs by their position in `descriptors()`. `items` are those of this
-        state (the default), some of its tensors, or a `Part` of some.
+        state (the default), some of its tensors, or a `TensorPart` of some.
         """
         spill = len(self._lot.slabs)
         places = [(spill if slab == SPILLED else slab, offset) for slab, offset in self._places]
@@ -264,7 +264,7 @@ def _names(items: Sequence[Item]) -> list[str]:
 def _place(item: Item, by_name: Mapping[str, SlabOffset]) -> SlabOffset:
     """Return the place of a tensor, or of a part of one, in a state of tensors only."""
     part = item.content if isinstance(item, Tensor) else None
-    if isinstance(part, Part):
+    if isinstance(part, TensorPart):
         slab, offset = by_name[part.whole.spec.name]
         return slab, offset + part.start
     return by_name[_names([item])[0]]

@@ -64,7 +64,7 @@ from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
-from ckptmgr.objects.places import Place
+from ckptmgr.objects.places import FilePlace
 from ckptmgr.observe.events import Facts
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
@@ -383,7 +383,7 @@ def name_of(item: Item) -> str:
 
 
 def _read_file(
-    place: Place,
+    place: FilePlace,
     options: ReadOptions,
     read: Callable[[OpenCheckpoint], dict[str, Any]],
     facts: Facts,

@@ -24,7 +24,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url, refuse_unexpanded
 from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.objects.places import Place, place_of
+from ckptmgr.objects.places import FilePlace, place_of
 from ckptmgr.state.arrays import is_mindspore
 
 _FORMATS = ("ckpt", "safetensors")
@@ -82,7 +82,7 @@ def save_path(
     return path.with_name(f"{path.name}.{extension}")
 
 
-def load_place(name: object, format: str | None, *, trust: Trust) -> Place:
+def load_place(name: object, format: str | None, *, trust: Trust) -> FilePlace:
     """Return the place of a file to load, links resolved.
 
     Raises:

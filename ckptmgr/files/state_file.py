@@ -53,7 +53,7 @@ from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.files.serialization_arguments import place_of_file
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
-from ckptmgr.objects.places import Place, place_of
+from ckptmgr.objects.places import FilePlace, place_of
 from ckptmgr.observe.events import Facts
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state import tree
@@ -236,7 +236,7 @@ def load_state(
 
 
 def _read(
-    place: Place,
+    place: FilePlace,
     options: ReadOptions,
     into: object,
     only: Sequence[str] | None,

@@ -6,6 +6,9 @@ changes within one tick of the clock. The kernel reports every change on this ho
 that made it returns. Not watched are file systems that other hosts can change, and those that are
 unknown here. The kernel reports a change of content under the name through which it is made: not
 under other hard links of the file, in this directory or another.
+
+`ckptmgr watch` follows directories through watchdog instead, which passes events on in a thread of
+its own: it cannot say that there are no more by now, as retention needs to know.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def gc_paused_if_short() -> Iterator[Callable[[int], None]]:
     """Pause the collector within a `with` block, or until the block turns out to take long.
 
     The function that is yielded takes the number of bytes that are about to be read or written. The
-    collector scans what is alive at the end of a pause: one pause for all steps has one such scan.
+    collector scans all live objects at the end of a pause: one pause for all steps has one such scan.
     """
     with ExitStack() as pause:
         pause.enter_context(gc_paused())

@@ -9,18 +9,53 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.formats.source import is_remote
-from ckptmgr.io.files import FileHead
-from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
+from ckptmgr.io.filesystem import FileSystem, InputFile
 from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 
 _Args = ParamSpec("_Args")
 _Done = TypeVar("_Done")
+
+
+class Retries:
+    """Decorates calls so that they are tried a few times on transient errors."""
+
+    def __init__(self, pause: Callable[[float], None]) -> None:
+        self._pause = pause
+        # Errors that outlasted all attempts: do not wait again for each file of a failing disk.
+        self._lasting: set[int | None] = set()
+
+    def of(self, call: Callable[_Args, _Done]) -> Callable[_Args, _Done]:
+        """Return a call with retries."""
+
+        def tried(*args: _Args.args, **options: _Args.kwargs) -> _Done:
+            failed: int | None = None
+            for pause_s in PAUSES_S:
+                try:
+                    done = call(*args, **options)
+                except (OSError, MemoryError) as error:
+                    if not may_pass(error):
+                        raise
+                    failed = error.errno if isinstance(error, OSError) else errno.ENOMEM
+                else:
+                    self._lasting.discard(failed)
+                    return done
+                if failed not in self._lasting:
+                    self._pause(pause_s)
+            try:
+                done = call(*args, **options)
+            except (OSError, MemoryError):
+                self._lasting.add(failed)
+                raise
+            self._lasting.discard(failed)
+            return done
+
+        return tried
 
 
 class RetryingFileSystem:
@@ -28,8 +63,18 @@ class RetryingFileSystem:
 
     def __init__(self, disk: FileSystem) -> None:
         self.disk = disk
-        # Errors that outlasted all attempts: do not wait again for each file of a failing disk.
-        self._lasting: set[int | None] = set()
+        self._retries = Retries(disk.pause)
+        self.is_moved = self._retries.of(disk.is_moved)
+        self.read_head = self._retries.of(disk.read_head)
+        self.names = self._retries.of(disk.names)
+        self.list = self._retries.of(disk.list)
+        self.status = self._retries.of(disk.status)
+        self.create, self.change = disk.create, disk.change
+        self.replace, self.link, self.unlink = disk.replace, disk.link, disk.unlink
+        self.sync_directory = disk.sync_directory
+        self.make_directory, self.remove_directory = disk.make_directory, disk.remove_directory
+        self.free_bytes, self.free_inodes = disk.free_bytes, disk.free_inodes
+        self.pause = disk.pause
 
     @classmethod
     def wrapping(cls, disk: FileSystem) -> RetryingFileSystem:
@@ -40,116 +85,30 @@ class RetryingFileSystem:
     def hold_directory(self, path: Path) -> Iterator[None]:
         """Reach the entries of a directory through one descriptor of it."""
         with contextlib.ExitStack() as held:
-            yield self.retry(lambda: held.enter_context(self.disk.hold_directory(path)))
-
-    def is_moved(self, path: Path) -> bool:
-        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
-        return self.retry(self.disk.is_moved, path)
+            hold = self._retries.of(lambda: held.enter_context(self.disk.hold_directory(path)))
+            yield hold()
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a regular file for reading."""
-        file = self.retry(self.disk.open, path, is_uncached=is_uncached)
-        return RetryingFile(file, self)
-
-    def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
-        """Return the first bytes of a small file, which is opened again for each attempt."""
-        return self.retry(self.disk.read_head, directory, name, most_bytes=most_bytes)
-
-    def names(self, path: Path) -> Sequence[str]:
-        """Return the names in a directory."""
-        return self.retry(self.disk.names, path)
-
-    def list(self, path: Path) -> dict[str, FileStatus]:
-        """Return name to status for a directory."""
-        return self.retry(self.disk.list, path)
-
-    def status(self, path: Path) -> FileStatus | None:
-        """Return the status of a name, or None when it is absent."""
-        return self.retry(self.disk.status, path)
+        file = self._retries.of(self.disk.open)(path, is_uncached=is_uncached)
+        return RetryingFile(file, self._retries)
 
     @contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock on a file, or yield the text of its holder."""
         with contextlib.ExitStack() as held:
-            yield self.retry(lambda: held.enter_context(self.disk.lock(path, owner=owner)))
-
-    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
-        """Create a new file for writing."""
-        return self.disk.create(path, mode=mode, owner_of=owner_of)
-
-    def change(self, path: Path) -> OutputFile:
-        """Open a regular file that exists, to overwrite some of its bytes."""
-        return self.disk.change(path)
-
-    def replace(self, source: Path, target: Path) -> None:
-        """Rename, replacing the target atomically."""
-        self.disk.replace(source, target)
-
-    def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name."""
-        self.disk.link(source, target)
-
-    def unlink(self, path: Path) -> None:
-        """Remove a name."""
-        self.disk.unlink(path)
-
-    def sync_directory(self, path: Path) -> None:
-        """Make the entries of a directory durable."""
-        self.disk.sync_directory(path)
-
-    def make_directory(self, path: Path, *, mode: int | None) -> None:
-        """Create a directory and its missing parents durably."""
-        self.disk.make_directory(path, mode=mode)
-
-    def remove_directory(self, path: Path) -> None:
-        """Remove an empty directory."""
-        self.disk.remove_directory(path)
-
-    def free_bytes(self, path: Path) -> int | None:
-        """Return how many bytes an unprivileged writer may still use."""
-        return self.disk.free_bytes(path)
-
-    def free_inodes(self, path: Path) -> int | None:
-        """Return how many files an unprivileged writer may still create."""
-        return self.disk.free_inodes(path)
-
-    def pause(self, seconds: float) -> None:
-        """Wait."""
-        self.disk.pause(seconds)
-
-    def retry(
-        self, call: Callable[_Args, _Done], *args: _Args.args, **options: _Args.kwargs
-    ) -> _Done:
-        """Return the result of a call, which is tried a few times on transient errors."""
-        failed: int | None = None
-        for pause_s in PAUSES_S:
-            try:
-                done = call(*args, **options)
-            except (OSError, MemoryError) as error:
-                if not may_pass(error):
-                    raise
-                failed = error.errno if isinstance(error, OSError) else errno.ENOMEM
-            else:
-                self._lasting.discard(failed)
-                return done
-            if failed not in self._lasting:
-                self.pause(pause_s)
-        try:
-            done = call(*args, **options)
-        except (OSError, MemoryError):
-            self._lasting.add(failed)
-            raise
-        self._lasting.discard(failed)
-        return done
+            lock = self._retries.of(lambda: held.enter_context(self.disk.lock(path, owner=owner)))
+            yield lock()
 
 
 class RetryingFile:
     """An open file of a `RetryingFileSystem`."""
 
-    def __init__(self, file: InputFile, disk: RetryingFileSystem) -> None:
+    def __init__(self, file: InputFile, retries: Retries) -> None:
         self.file = file
         self.is_remote = is_remote(file)
-        self._disk = disk
+        self._retries = retries
+        self.read_into = retries.of(file.read_into)
 
     @property
     def size(self) -> int:
@@ -158,11 +117,7 @@ class RetryingFile:
 
     def wrapping(self, file: InputFile) -> InputFile:
         """Return a retrying file around another open file."""
-        return RetryingFile(file, self._disk)
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `offset` on, or raise TruncatedError."""
-        self._disk.retry(self.file.read_into, offset, buffer)
+        return RetryingFile(file, self._retries)
 
     def close(self) -> None:
         """Release the descriptor."""

@@ -16,27 +16,21 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import KeyProblem, UnsafeWrite
-from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, OPAQUE, without_envelope
+from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, without_envelope
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
-from ckptmgr.maintenance.convert_target import (
-    ConversionOutput,
-    ConversionResult,
-    check_target,
-    publish,
-    publish_non_checkpoint,
-)
-from ckptmgr.maintenance.encrypt import (
-    container_chunks,
+from ckptmgr.maintenance.contents import (
+    NewContent,
     container_content,
     needs_container,
-    sealed_chunks,
     sealed_content,
 )
+from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
+from ckptmgr.maintenance.convert_target import ConversionResult, check_target, publish
+from ckptmgr.store.manifest.codec import Manifest
 
 
 def decrypt_file(
@@ -60,22 +54,13 @@ def decrypt_file(
     """
     check_target(source, target, force=force)
     _check_name(target, is_container=False)
-    with open_plaintext(source, options, is_for_image=True) as plaintext:
-        image = SourceImage(
-            plaintext.source,
-            plaintext.source.size,
-            window_bytes=plaintext.unit_bytes,
-            unverified=plaintext.unverified,
-        )
-        content = ConversionOutput(image=image, format=plaintext.format)
-        if content.format == OPAQUE:
-            return publish_non_checkpoint(source, target, content, force=force, clock=clock)
+    with open_plaintext(source, options) as (content, manifest):
         return publish(
             source,
             target,
             content,
             options=options,
-            manifest=plaintext.manifest,
+            manifest=manifest,
             force=force,
             clock=clock,
         )
@@ -105,24 +90,7 @@ def encrypt_file(
         OSError: From the disk; nothing was changed.
     """
     check_target(source, target, force=force)
-    if not is_checkpoint_name(source.name, target.name):
-        _check_name(target, is_container=True)
-        with open_bytes(source) as raw, translated_errors(str(source)):
-            content = container_content(raw, key=key, mode=mode)
-            return publish_non_checkpoint(source, target, content, force=force, clock=clock)
-    opening = open_plain(source, is_for_image=True)
-    with opening as (opened, manifest), translated_errors(str(source)):
-        if opened.format == "safetensors" or target.name.endswith(CONTAINER_SUFFIX):
-            _check_name(target, is_container=True)
-            content = container_content(opened, key=key, mode=mode)
-        elif needs_container(key, mode):
-            raise KeyProblem(
-                "a .ckpt that MindSpore can open takes one key and nothing else, and no SM4-GCM",
-                path=target,
-                hint=f"give it a name that ends in .ckpt{CONTAINER_SUFFIX}: a container takes everything",
-            )
-        else:
-            content = sealed_content(opened, key=key, mode=mode)
+    with _encrypted(source, target, key=key, mode=mode) as (content, manifest):
         return publish(
             source,
             target,
@@ -140,15 +108,35 @@ def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Itera
     The last chunk comes only after the input was checked, so a reader refuses an output that an
     error cut short. Raises as `encrypt_file`.
     """
-    if not is_checkpoint_name(source.name):
+    with _encrypted(source, None, key=key, mode=mode) as (content, _):
+        yield from content.chunks()
+
+
+@contextmanager
+def _encrypted(
+    source: Path, target: Path | None, *, key: Keys, mode: str
+) -> Iterator[tuple[NewContent, Manifest | None]]:
+    """Open a plain file, and yield it encrypted for a target or, where that is None, for a pipe."""
+    names = (source.name,) if target is None else (source.name, target.name)
+    if not is_checkpoint_name(*names):
+        _check_name(target, is_container=True)
         with open_bytes(source) as raw, translated_errors(str(source)):
-            yield from container_chunks(raw, key=key, mode=mode)
+            yield container_content(raw, key=key, mode=mode), None
         return
-    with open_plain(source) as (opened, _), translated_errors(str(source)):
-        if opened.format == "safetensors" or needs_container(key, mode):
-            yield from container_chunks(opened, key=key, mode=mode)
+    with open_plain(source) as (opened, manifest), translated_errors(str(source)):
+        is_required = needs_container(key, mode)
+        is_container = is_required if target is None else target.name.endswith(CONTAINER_SUFFIX)
+        if opened.format == "safetensors" or is_container:
+            _check_name(target, is_container=True)
+            yield container_content(opened, key=key, mode=mode), manifest
+        elif is_required:
+            raise KeyProblem(
+                "a .ckpt that MindSpore can open takes one key and nothing else, and no SM4-GCM",
+                path=target,
+                hint=f"give it a name that ends in .ckpt{CONTAINER_SUFFIX}: a container takes everything",
+            )
         else:
-            yield from sealed_chunks(opened, key=key, mode=mode)
+            yield sealed_content(opened, key=key, mode=mode), manifest
 
 
 def encrypted_name(name: str, *, key: Keys, mode: str) -> str:
@@ -164,8 +152,8 @@ def is_checkpoint_name(*names: str) -> bool:
     return any(name.endswith(DATA_SUFFIXES) for name in names)
 
 
-def _check_name(target: Path, *, is_container: bool) -> None:
-    if target.name.endswith(CONTAINER_SUFFIX) != is_container:
+def _check_name(target: Path | None, *, is_container: bool) -> None:
+    if target is not None and target.name.endswith(CONTAINER_SUFFIX) != is_container:
         ending = "must end" if is_container else "must not end"
         raise UnsafeWrite(
             f"the name {ending} in {CONTAINER_SUFFIX}, which containers have",

@@ -9,28 +9,25 @@ import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import (
     CheckpointFileNotFound,
     CheckpointNotFound,
-    UnprovenCheckpoint,
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.names import DATA_SUFFIXES, parse_name, stem_of
+from ckptmgr.core.names import DATA_SUFFIXES, OPAQUE, parse_name, stem_of
 from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.container.writer import ContainerSealer
-from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.pipeline import write_image
-from ckptmgr.formats.image import Image
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import lease_path
+from ckptmgr.maintenance.contents import NewContent
+from ckptmgr.maintenance.rewriting import manifest_of_bare, write_beside
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.numbering import LARGEST_FOLLOWED
@@ -80,41 +77,10 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
         raise UnsafeWrite("is a device or a pipe", path=target, hint="-o - writes to a pipe")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionOutput:
-    """Plaintext of a new file, and its encryption; `mode` is None for a plain file."""
-
-    image: Image
-    format: str
-    mode: str | None = None
-    key: Keys | None = None
-    sealer: BlockSealer | ContainerSealer | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the file."""
-        return self.image.size if self.sealer is None else self.sealer.sealed_size
-
-    def write(self, file: OutputFile) -> FileDigest:
-        """Write the file, and return its digests."""
-        return write_image(self.image, file, sealer=self.sealer).digest
-
-    def entry(self, name: str, digest: FileDigest) -> FileEntry:
-        """Return the manifest's entry of the file."""
-        return FileEntry(
-            name=name, digest=digest, format=self.format, cipher=self.mode, key_id=self.key_id
-        )
-
-    @property
-    def key_id(self) -> str | None:
-        """Id of the key, or None."""
-        return None if self.key is None else self.key.key_id
-
-
 def publish(
     source: Path,
     target: Path,
-    content: ConversionOutput,
+    content: NewContent,
     *,
     options: ReadOptions,
     manifest: Manifest | None,
@@ -125,61 +91,43 @@ def publish(
 
     `target` was checked by `check_target`. A source without a `manifest` is looked up in its
     directory with `options`; if it has none there, `clock` (seconds since 1970) stamps the new one.
+    Content that is no checkpoint gets no manifest.
 
     Raises:
         StoreFull, OSError: From the disk; nothing was changed.
         StoreLocked: A live process writes the target, or this series in its directory.
-        UnsafeWrite: The target was created after it was checked.
+        UnsafeWrite: The target was created after it was checked, or has the name of a checkpoint
+            and would be none.
     """
-    real = Path(os.path.realpath(source))
-    directory = Path(os.path.realpath(target.parent))
-    described = _description(real, directory / target.name, manifest, options, clock)
-    store = Store(
-        directory,
-        fs=OsFileSystem(keeps_owner=True),
-        trust=Trust(keys=content.key, allow_unencrypted=True),
+    real, path = Path(os.path.realpath(source)), Path(os.path.realpath(target.parent)) / target.name
+    write = partial(
+        write_beside, name=path.name, size_bytes=content.size_bytes, mode=private_mode(real)
     )
+    fs = OsFileSystem(keeps_owner=True)
+    if content.format == OPAQUE:
+        store = Store(path.parent, fs=fs)
+        with lease_of_name(store, path.name):
+            check_target(source, target, force=force)
+            _refuse_checkpoint(store, path)
+            write(store, write=content.write)
+        written = _listed(path, content, clock)
+    else:
+        draft = _description(real, path, manifest, options, clock)
+        store = Store(path.parent, fs=fs, trust=Trust(keys=content.key, allow_unencrypted=True))
 
-    with exclusive_writer(store, target.name, described.series):
-        check_target(source, target, force=force)
-        with store.publisher.new_file(
-            target.name,
-            series=described.series,
-            size_bytes=content.size_bytes,
-            mode=private_mode(real),
-        ) as new:
-            with new.writing() as file:
-                digest = content.write(file)
-            written = replace(described, file=content.entry(target.name, digest))
-            new.publish(written)
-    return ConversionResult(
-        source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
-    )
+        def described(digest: FileDigest) -> Manifest:
+            return replace(draft, file=content.entry(path.name, digest))
+
+        with exclusive_writer(store, path.name, draft.series):
+            check_target(source, target, force=force)
+            digest = write(store, write=content.write, series=draft.series, describe=described)
+        written = described(digest).to_checkpoint(path.parent)
+    return ConversionResult(source=source, target=written, source_bytes=real.stat().st_size)
 
 
-def publish_non_checkpoint(
-    source: Path,
-    target: Path,
-    content: ConversionOutput,
-    *,
-    force: bool,
-    clock: Callable[[], float],
-) -> ConversionResult:
-    """Make a target durable that is no checkpoint: complete or absent, and without a manifest.
-
-    Raises:
-        StoreLocked: A live process writes the target.
-        UnsafeWrite: It was created after it was checked, or has the name of a checkpoint.
-        StoreFull, OSError: From the disk; nothing was changed.
-    """
-    real = Path(os.path.realpath(source))
-    path = Path(os.path.realpath(target.parent)) / target.name
-    store = Store(path.parent, fs=OsFileSystem(keeps_owner=True))
-    with lease_of_name(store, path.name):
-        check_target(source, target, force=force)
-        _refuse_checkpoint(store, path)
-        place(store, path.name, content, mode=private_mode(real))
-    written = Checkpoint(
+def _listed(path: Path, content: NewContent, clock: Callable[[], float]) -> Checkpoint:
+    """Return a file that is no checkpoint as a listing would show it."""
+    return Checkpoint(
         path=path,
         series=stem_of(path.name),
         step=0,
@@ -190,17 +138,6 @@ def publish_non_checkpoint(
         cipher=content.mode,
         key_id=content.key_id,
     )
-    return ConversionResult(source=source, target=written, source_bytes=real.stat().st_size)
-
-
-def place(store: Store, name: str, content: ConversionOutput, *, mode: int) -> None:
-    """Make a non-checkpoint file durable under `name`, whose lease must be held; no manifest."""
-    with store.publisher.new_file(
-        name, series=name, size_bytes=content.size_bytes, mode=mode, is_rank_file=True
-    ) as new:
-        with new.writing() as file:
-            content.write(file)
-        new.give_name()
 
 
 def _refuse_checkpoint(store: Store, path: Path) -> None:
@@ -214,24 +151,9 @@ def _refuse_checkpoint(store: Store, path: Path) -> None:
         )
 
 
-def permission_bits_of(store: Store, name: str) -> int | None:
-    """Return the permission bits of a file in a store, or None where there is none."""
-    status = store.fs.status(store.directory / name)
-    return None if status is None else status.mode
-
-
 def private_mode(source: Path) -> int:
     """Return the permission bits of an output: 0600 without those that the input's owner lacks."""
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
-
-
-def unproven_step(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
-    """Return the error of a file without manifest whose new manifest would vouch for its step."""
-    return UnprovenCheckpoint(
-        "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
-        path=checkpoint.path,
-        hint=trust.accept_hint,
-    )
 
 
 @contextmanager
@@ -286,13 +208,13 @@ def _description(
         )
     store = Store(source.parent, trust=options.trust)
     known = next((c for c in store.scan() if c.path == source), None)
+    if known is not None:
+        return replace(manifest_of_bare(known, placeholder), series=series)
     return Manifest(
         file=placeholder,
         series=series,
         run_id="",
-        step=0 if known is None else known.step,
-        epoch=None if known is None else known.epoch,
+        step=0,
         sequence=0,
-        saved_at=datetime.fromtimestamp(clock(), UTC) if known is None else known.saved_at,
-        why="manual" if known is None else known.why,
+        saved_at=datetime.fromtimestamp(clock(), UTC),
     )

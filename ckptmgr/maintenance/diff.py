@@ -17,7 +17,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.maintenance.diff_elements import DifferenceTotal, ElementDifferences, Tolerance, sum_of
-from ckptmgr.maintenance.diff_sides import Side, open_side
+from ckptmgr.maintenance.diff_sides import DiffSide, open_side
 from ckptmgr.maintenance.export_plan import names_of_part
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.state.values import StateValue
@@ -136,7 +136,7 @@ def compare(a: Input, b: Input, tolerance: Tolerance) -> Comparison:
 class _Part:
     """The part of a side that counts, under the names that it has there."""
 
-    def __init__(self, side: Side, given: Input) -> None:
+    def __init__(self, side: DiffSide, given: Input) -> None:
         self._side = side
         self._path = str(given.checkpoint.path)
         self._stored = _stored_names(side.specs, given)

@@ -27,7 +27,7 @@ from ckptmgr.state.values import StateValue, values_of
 from ckptmgr.store.store import Store
 
 
-class Side(Protocol):
+class DiffSide(Protocol):
     """An open checkpoint; its tensors are named once each."""
 
     @property
@@ -61,7 +61,7 @@ class Side(Protocol):
 
 
 @contextmanager
-def open_side(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> Iterator[Side]:
+def open_side(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> Iterator[DiffSide]:
     """Open a checkpoint for a comparison.
 
     Raises:
@@ -73,7 +73,7 @@ def open_side(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> Ite
             manifest = store.read_manifest(checkpoint.name)
             if manifest is None:
                 raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
-            yield RankFiles(
+            yield RanksSide(
                 stack.enter_context(ShardedCheckpoint(store, manifest, options=options))
             )
             return
@@ -85,10 +85,10 @@ def open_side(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> Ite
                 checkpoint.name,
                 lambda manifest: open_source(raw, path=path, options=options, manifest=manifest),
             )
-            yield OneFile(opened)
+            yield FileSide(opened)
 
 
-class OneFile:
+class FileSide:
     """The contents of one file."""
 
     has_values = True
@@ -105,11 +105,11 @@ class OneFile:
         self.values = _values(opened)
 
     def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
-        """Yield the content of a tensor; see `Side`."""
+        """Yield the content of a tensor; see `DiffSide`."""
         return chunks_of(self._opened.source, self._entries[name], chunk_bytes=chunk_bytes)
 
 
-class RankFiles:
+class RanksSide:
     """The contents of the files of many ranks: their tensors as whole ones."""
 
     is_verified = True
@@ -123,7 +123,7 @@ class RankFiles:
         self.values: Mapping[str, StateValue] = {}
 
     def chunks(self, name: str, chunk_bytes: int) -> Iterator[memoryview]:
-        """Yield the content of a tensor; see `Side`."""
+        """Yield the content of a tensor; see `DiffSide`."""
         spec, ranks = self._tensors[name]
         rank = None if ranks is None else ranks[0]
         size = spec.size_bytes // spec.dtype.item_bytes

@@ -20,8 +20,8 @@ from ckptmgr.core.sizes import size_text
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
 from ckptmgr.policy.lines import lines_of
-from ckptmgr.store import trash
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 
 Grade = Literal["ok", "warn", "fail", "skip"]
 
@@ -87,7 +87,7 @@ def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
     size = sum(one.size_bytes for one in left)
     figures: dict[str, float] = {"leftovers": len(left), "leftover_bytes": size}
     try:
-        stored = [batch.size_bytes for batch in trash.batches(store)]
+        stored = [batch.size_bytes for batch in DirectoryTrash(store).batches()]
     except OSError as error:
         text = f"the trash cannot be read: {error.strerror}"
         return Finding(check="leftovers", grade="fail", message=text, figures=figures)

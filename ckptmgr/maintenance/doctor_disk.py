@@ -36,7 +36,7 @@ class _Probe:
 def check_disk(fs: FileSystem, directory: Path, *, now_s: float) -> Iterator[Finding]:
     """Yield the findings about a directory; probe files are removed, also after an error."""
     started = time.perf_counter()
-    # Listings know such names: if this process is killed, they show what it left.
+    # Listings know such names: if this process is killed, they show its leftovers.
     token = ProcProcesses().token()
     temp, final, lock = (
         directory / temp_name(f"doctor-{kind}", token=token, series="doctor")

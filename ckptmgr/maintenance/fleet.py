@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TypeAlias
 
 from ckptmgr.config.keys import resolve_keys
@@ -32,6 +31,7 @@ from ckptmgr.maintenance.parts import Part, parse_part
 from ckptmgr.maintenance.past_checks import recorder
 from ckptmgr.maintenance.verdict import EXIT_CODES, Level, Verification
 from ckptmgr.maintenance.verify import verify_checkpoint, was_removed
+from ckptmgr.objects.places import open_place
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 
@@ -236,24 +236,19 @@ def _open(task: PartToVerify) -> Store:
         allow_unencrypted=task.allow_unencrypted,
         allow_unsealed=task.allow_unsealed,
     )
-    if not is_url(task.place):
-        return Store(Path(task.place), trust=trust)
-    from ckptmgr.objects.filesystem import remote_store
-    from ckptmgr.objects.requests import open_objects
-
-    return remote_store(open_objects(task.place), trust=trust)
+    return open_place(task.place, trust=trust)
 
 
 def _found(
     store: Store, series: str | None
 ) -> tuple[list[Checkpoint], Sequence[ForeignCheckpoint]]:
     """Return the checkpoints of a place, oldest first, and those of other tools."""
-    is_remote = is_url(store.directory)
-    if not is_remote and not store.directory.is_dir():
+    has_folders = store.can.folders
+    if has_folders and not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=store.directory)
     others: Sequence[ForeignCheckpoint] = ()
     own = [one for one in store.scan_for(series) if one.state not in UNFINISHED]
-    if not is_remote:
+    if has_folders:
         listing = list_foreign(store.fs, store.directory, with_hub=True)
         others = listing.checkpoints
         own = [one for one in own if not listing.has(one)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prune a directory: propose a plan, and carry out exactly that plan or nothing.
+"""Prune a place: propose a plan, and carry out exactly that plan or nothing.
 
 Every line of runs is planned by itself (`prune_plan`). `retention.plan` believes the listing, which looks at sizes and
 not at contents; so the newest checkpoint that would stay is verified before an older one goes. A
@@ -13,34 +13,22 @@ prune removes them after a grace time, while the intact ones outside are still t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
+from ckptmgr.core.place import Batch, Place
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.maintenance.prune_plan import (
-    Counted,
-    PolicyOf,
-    Spared,
-    Undecided,
-    VerifiedPlanner,
-    counted_together,
-    nothing_spared,
-    plan_with,
-    policy_for,
-)
-from ckptmgr.observe.events import Facts
+from ckptmgr.maintenance.prune_plan import Counted, Planner, PolicyOf, Undecided, policy_for
 from ckptmgr.observe.observers import REGISTERED
-from ckptmgr.policy.lines import lines_of
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.store import trash
-from ckptmgr.store.store import Store
-from ckptmgr.store.trash import Batch
+from ckptmgr.store import applied
+from ckptmgr.store.applied import Applied
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
 _NONE: Mapping[Path, str] = MappingProxyType({})
@@ -82,7 +70,7 @@ class Proposal:
             goes.
         spared: Those of them that stay, because a series has no intact checkpoint outside the
             trash.
-        stays: Says which checkpoints stay whatever the policy says.
+        untouched: Entries that no policy counts, because their names are not understood.
     """
 
     now: datetime
@@ -95,7 +83,7 @@ class Proposal:
     expired: tuple[Batch, ...] = ()
     intact: Mapping[Path, tuple[Checkpoint, ...]] = field(default_factory=dict, hash=False)
     spared: tuple[Batch, ...] = ()
-    stays: Spared = nothing_spared
+    untouched: tuple[Checkpoint, ...] = ()
 
     @property
     def dropped(self) -> tuple[Checkpoint, ...]:
@@ -123,66 +111,33 @@ class Proposal:
         return not (self.dropped or removable or self.expired)
 
 
-@dataclass(slots=True, kw_only=True)
-class PruneResult:
-    """Result of a prune.
-
-    Attributes:
-        removed: The checkpoints that went.
-        batch: Their folder in the trash, or None when they were removed for good.
-        notes: Leftovers and expired trash that were removed, one sentence each.
-        failures: What could not be done.
-    """
-
-    removed: list[Checkpoint] = field(default_factory=list)
-    batch: Path | None = None
-    notes: list[str] = field(default_factory=list)
-    failures: list[Exception] = field(default_factory=list)
-
-    def facts(self, *, kept: int) -> Facts:
-        """Return the fields of the event `prune`."""
-        facts: Facts = {
-            "figures": {
-                "kept": kept,
-                "dropped": len(self.removed),
-                "freed_bytes": sum(one.size_bytes for one in self.removed),
-            },
-            "notes": (*(f"dropped {one.name}" for one in self.removed), *self.notes),
-        }
-        if self.failures:
-            facts["error"] = "; ".join(map(str, self.failures))
-            facts["error_type"] = type(self.failures[0]).__name__
-        return facts
-
-
 def propose(
-    store: Store,
+    place: Place,
     policy: RetentionPolicy | PolicyOf,
+    planner: Planner,
     *,
     now: datetime,
     series: str | None = None,
     by_series: bool = False,
     grace: timedelta = DEFAULT_GRACE,
-    stays: Spared = nothing_spared,
     found: Sequence[Checkpoint] | None = None,
 ) -> Proposal:
     """Return the plan of a prune at a time `now` (UTC); changes nothing.
 
     Where something would go, the newest one that would stay is verified; without a key, a container
-    with a damaged header counts as intact. `grace` is how long the trash keeps a batch, and
-    `stays` which checkpoints must stay. `policy` may be a function: checkpoints
-    that it has none for stay. `found` is the listing, where the caller has just made it;
-    `carry_out` lists again. An error about one line leaves out that line (`Proposal.refused`).
+    with a damaged header counts as intact. `grace` is how long the trash keeps a batch. `policy`
+    may be a function: checkpoints that it has none for stay. `found` is the listing, where the
+    caller has just made it; `carry_out` lists again. An error about one line leaves out that line
+    (`Proposal.refused`).
 
     Raises:
         UnsafePrune: The policy is refused for every line; see `retention.plan`.
         CkptmgrError, OSError: Nothing can be planned because of it.
     """
-    found = store.scan() if found is None else found
-    planner = VerifiedPlanner(store, stays)
+    found = place.scan() if found is None else found
     plans: list[LinePlan] = []
     undecided: list[Undecided] = []
-    for counted in counted_together(found, series=series, by_series=by_series):
+    for counted in planner.counted(found, series=series, by_series=by_series):
         try:
             own = policy_for(counted, policy)
             decided = None if own is None else planner.plan(counted, own, now)
@@ -197,8 +152,9 @@ def propose(
         if one.error is not None:
             raise one.error
     texts = [str(policy)] if isinstance(policy, RetentionPolicy) else [str(p.policy) for p in plans]
-    old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
-    intact = {b: _intact_outside(store, b, found, planner) for b in old}
+    batches = () if place.trash is None else place.trash.batches()
+    old = [b for b in batches if now - b.thrown_at >= grace]
+    intact = {b: _intact_outside(place, b, found, planner) for b in old}
     spared = tuple(b for b in old if None in intact[b])
     return Proposal(
         now=now,
@@ -211,22 +167,25 @@ def propose(
         expired=tuple(b for b in old if b not in spared),
         intact={b.path: tuple(one for one in intact[b] if one) for b in old},
         spared=spared,
-        stays=stays,
+        untouched=tuple(planner.untouched(found)),
     )
 
 
 def _intact_outside(
-    store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
+    place: Place, batch: Batch, found: Sequence[Checkpoint], planner: Planner
 ) -> list[Checkpoint | None]:
     """Return the newest one that is known to be intact outside the trash, for each line in a batch.
 
     None stands for a line that has none, or of which it cannot be found out.
     """
-    inside = [replace(one, series=_series_of(store, one)) for one in batch.checkpoints]
+    trash = place.trash
+    series_of = {} if trash is None else {c.path: trash.series_of(c) for c in batch.checkpoints}
+    inside = [replace(one, series=series_of[one.path]) for one in batch.checkpoints]
     whole = [one for one in found if one.state not in UNFINISHED]
     paths = {one.path for one in inside}
     answer: list[Checkpoint | None] = []
-    for line in lines_of([*inside, *whole]):
+    together = planner.counted([*inside, *whole], series=None, by_series=False)
+    for line in (line for counted in together for line in counted.lines):
         if paths.isdisjoint(one.path for one in line.checkpoints):
             continue
         try:
@@ -237,72 +196,65 @@ def _intact_outside(
     return answer
 
 
-def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
+def carry_out(
+    place: Place, proposal: Proposal, planner: Planner, *, at_once: bool = False
+) -> Applied:
     """Carry out a proposal, line by line, each under the leases of its series.
 
-    A line that is locked, has changed or fails is left alone and named in `failures`. `at_once`
-    removes for good instead of moving to the trash.
+    A line that is locked, has changed or fails is left alone and named in `failures`. `planner` has
+    made the plans, and makes them again before anything goes. `at_once` removes for good instead of moving to the trash.
     """
-    with REGISTERED.timed("prune", path=store.directory) as facts:
-        outcome = _carry_out(store, proposal, at_once=at_once)
-        facts |= outcome.facts(kept=len(proposal.kept))
-    return outcome
+    with REGISTERED.timed("prune", path=place.directory) as facts:
+        done = Applied()
+        into = None
+        if place.trash is not None and not at_once:
+            into = place.trash.new_batch_path(proposal.now)
+        has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)
+        for one in proposal.plans:
+            if one.plan.dropped or has_leftovers:
+                kept = one.plan.kept
+                applied.carry_out(
+                    place,
+                    one.plan.dropped,
+                    done,
+                    series=one.series,
+                    needed=[c for c in kept if c.is_countable and c.path not in one.damaged],
+                    into=into,
+                    settle=place.settle,
+                    check=partial(_check_unchanged, place, proposal, planner, one),
+                )
+        _empty_trash(place, proposal, done)
+        try:
+            done.notes += place.clean_up()
+        except (CkptmgrError, OSError) as error:
+            done.failures.append(error)
+        facts |= done.facts(kept=len(proposal.kept))
+    return done
 
 
-def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResult:
-    outcome = PruneResult()
-    into = trash.new_batch_path(store, proposal.now)
-    has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)
-    for one in proposal.plans:
-        if one.plan.dropped or has_leftovers:
-            try:
-                with contextlib.ExitStack() as leases:
-                    for series in sorted(one.series):
-                        leases.enter_context(store.lease(series))
-                        trash.finish(store, series)
-                        outcome.notes += store.recover(series)
-                    _prune_line(store, proposal, one, outcome, None if at_once else into)
-            except (CkptmgrError, OSError) as error:
-                outcome.failures.append(error)
+def _empty_trash(place: Place, proposal: Proposal, done: Applied) -> None:
     for batch in proposal.expired:
         try:
-            store.check_needed(proposal.intact[batch.path])
-            trash.discard_batch(store, batch)
-            outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
+            place.check_needed(proposal.intact[batch.path])
+            if place.trash is not None:
+                place.trash.discard(batch)
+            done.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
-            outcome.notes.append("left the trash alone: another process restores or removes it")
+            done.notes.append("left the trash alone: another process restores or removes it")
         except (CkptmgrError, OSError) as error:
-            outcome.failures.append(error)
-    return outcome
+            done.failures.append(error)
 
 
-def _prune_line(
-    store: Store, proposal: Proposal, shown: LinePlan, outcome: PruneResult, into: Path | None
-) -> None:
-    if not shown.plan.dropped:
-        return
-    check_unchanged(store, proposal, shown)
-    dropped = shown.plan.dropped
-    needed = [one for one in shown.plan.kept if one.is_countable and one.path not in shown.damaged]
-    if into is None:
-        outcome.failures += store.remove(dropped, needed=needed)
-    else:
-        outcome.batch = into
-        outcome.failures += trash.throw_away(store, dropped, into, needed=needed)
-    staying = trash.taken_names(store, dropped)
-    outcome.removed += [c for c in dropped if c.name not in staying]
-
-
-def check_unchanged(store: Store, proposal: Proposal, shown: LinePlan) -> None:
+def _check_unchanged(place: Place, proposal: Proposal, planner: Planner, shown: LinePlan) -> None:
     """Raise UnsafePrune unless the plan of a line would be the same now."""
-    now = counted_together(store.scan(), series=proposal.series, by_series=proposal.by_series)
+    now = planner.counted(place.scan(), series=proposal.series, by_series=proposal.by_series)
     same = next((one for one in now if one.is_as(shown.counted)), None)
     policy, at = shown.policy, proposal.now
-    if same is None or plan_with(same, shown.damaged, policy, at, proposal.stays) != shown.plan:
+    if same is None or planner.plan_with(same, shown.damaged, policy, at) != shown.plan:
         names = ", ".join(map(repr, shown.series))
         raise UnsafePrune(
             f"series {names} changed after its plan was made; nothing was removed from it",
-            path=store.directory,
+            path=place.directory,
             hint="run prune again and look at the new plan",
         )
 
@@ -315,7 +267,7 @@ class UndoResult:
     taken: tuple[str, ...]
 
 
-def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
+def undo(place: Place, *, is_dry: bool = False) -> UndoResult:
     """Restore the last batch in the trash with a proven checkpoint to restore, or the last.
 
     With `is_dry` only report what would be restored.
@@ -325,44 +277,28 @@ def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
         StoreLocked: A live process writes one of the series; those before it are restored.
         OSError: From the disk; calling it again continues.
     """
-    filled = [batch for batch in trash.batches(store) if batch.checkpoints]
-    if not filled:
+    trash = place.trash
+    filled = [] if trash is None else [batch for batch in trash.batches() if batch.checkpoints]
+    if trash is None or not filled:
         raise CheckpointNotFound(
-            "there is nothing to undo: the trash is empty", path=store.directory
+            "there is nothing to undo: the trash is empty", path=place.directory
         )
     # A batch of unproven checkpoints, or of names that are taken, must not hide an older one.
-    batch = next((one for one in reversed(filled) if _can_restore(store, one)), filled[-1])
+    batch = next((one for one in reversed(filled) if trash.can_restore(one)), filled[-1])
     restored: list[Checkpoint] = []
     taken: list[str] = []
-    series_of = {c.name: _series_of(store, c) for c in batch.checkpoints}
+    series_of = {c.name: trash.series_of(c) for c in batch.checkpoints}
     for series in sorted(set(series_of.values())):
         chosen = [c for c in batch.checkpoints if series_of[c.name] == series]
         if is_dry:
-            refused = trash.taken_names(store, chosen)
+            refused = trash.taken_names(chosen)
         else:
-            with store.lease(series):
-                refused = trash.restore_from_trash(store, batch, chosen)
+            with place.lease(series):
+                refused = trash.restore(batch, chosen)
         taken += refused
         restored += [
-            replace(c, path=store.directory / c.name) for c in chosen if c.name not in refused
+            replace(c, path=place.directory / c.name) for c in chosen if c.name not in refused
         ]
     if not is_dry:
-        trash.tidy(store, batch.path)
+        trash.tidy(batch.path)
     return UndoResult(restored=tuple(restored), taken=tuple(taken))
-
-
-def _can_restore(store: Store, batch: Batch) -> bool:
-    proven = [c for c in batch.checkpoints if not c.is_unproven or _has_manifest_outside(store, c)]
-    return len(trash.taken_names(store, proven)) < len(proven)
-
-
-def _has_manifest_outside(store: Store, checkpoint: Checkpoint) -> bool:
-    """Return whether a proven manifest describes data that an interrupted prune moved alone."""
-    with contextlib.suppress(CkptmgrError, OSError):
-        return checkpoint.is_bare and store.read_manifest(checkpoint.name) is not None
-    return False
-
-
-def _series_of(store: Store, checkpoint: Checkpoint) -> str:
-    # Only data that was moved alone is bare in the trash: its manifest is still in the directory.
-    return trash.series_of(store, checkpoint) if checkpoint.is_bare else checkpoint.series

@@ -8,6 +8,7 @@ request each series is counted by itself; then the newest checkpoint of every li
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -106,17 +107,15 @@ def policy_for(counted: Counted, policy: RetentionPolicy | PolicyOf) -> Retentio
     return policy if isinstance(policy, RetentionPolicy) else policy(counted)
 
 
-class VerifiedPlanner:
-    """Plans the lines of a directory; verifies as few checkpoints as needed, each at most once.
+class Planner(ABC):
+    """Plans the checkpoints of a place; verifies as few as needed, each at most once.
 
-    Only a store with a key finds damage in the header of a container, which digests leave out.
+    A listing looks at sizes and not at contents; so where anything would go, the newest that would
+    stay are verified. A damaged one does not count, and the rules are applied again.
     """
 
-    def __init__(self, store: Store, spared: Spared = nothing_spared) -> None:
-        self._store = store
-        self._spared = spared
-        # Digests and structure show damage; who wrote the checkpoint does not matter here.
-        self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
+    def __init__(self, spared: Spared = nothing_spared) -> None:
+        self.spared = spared
         self._problems: dict[Path, str | None] = {}
 
     @property
@@ -124,26 +123,50 @@ class VerifiedPlanner:
         """Path to problem, of the checkpoints that were found damaged."""
         return {path: problem for path, problem in self._problems.items() if problem is not None}
 
+    @abstractmethod
+    def counted(
+        self, found: Sequence[Checkpoint], *, series: str | None, by_series: bool
+    ) -> list[Counted]:
+        """Return the groups that a policy counts together."""
+
+    def untouched(self, found: Sequence[Checkpoint]) -> Sequence[Checkpoint]:
+        """Return those that no policy counts, because their names are not understood."""
+        del found
+        return ()
+
+    @abstractmethod
+    def plan_with(
+        self,
+        counted: Counted,
+        damaged: Mapping[Path, str],
+        policy: RetentionPolicy,
+        now: datetime,
+    ) -> Plan:
+        """Return the plan for checkpoints of which some are known to be damaged."""
+
+    @abstractmethod
+    def heads(self, counted: Counted, decided: Plan) -> Sequence[Checkpoint]:
+        """Return the staying checkpoints that must be intact if anything goes."""
+
+    @abstractmethod
+    def problem_of(self, checkpoint: Checkpoint) -> str | None:
+        """Verify a checkpoint; return its damage, or None.
+
+        Raises:
+            OSError: A passing error of the disk; the checkpoint must not count as damaged.
+        """
+
     def plan(self, counted: Counted, policy: RetentionPolicy, now: datetime) -> Plan:
         """Return the plan at a time `now`; verifies nothing unless a file would go.
 
         Raises:
             UnsafePrune: The policy is refused; see `retention.plan`.
-            OSError: A passing error of the disk; the checkpoint must not count as damaged.
+            OSError: As `problem_of`.
         """
         while True:
-            decided = plan_with(counted, self.damaged, policy, now, self._spared)
-            staying = frozenset(one.path for one in decided.kept)
-            newest = [
-                next(
-                    (c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying),
-                    None,
-                )
-                for line in _marked(counted, self.damaged)
-                if not all(one.path in staying for one in line.checkpoints)
-            ]
-            # Of a line from which nothing goes, nothing needs to be whole.
-            if not any([one is not None and self._problem(one) is not None for one in newest]):
+            decided = self.plan_with(counted, self.damaged, policy, now)
+            heads = self.heads(counted, decided)
+            if not any([self._problem(one) is not None for one in heads]):
                 return decided
 
     def newest_intact(self, history: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -154,8 +177,51 @@ class VerifiedPlanner:
 
     def _problem(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.path not in self._problems:
-            self._problems[checkpoint.path] = _damage(self._store, checkpoint, self._options)
+            self._problems[checkpoint.path] = self.problem_of(checkpoint)
         return self._problems[checkpoint.path]
+
+
+class RunPlanner(Planner):
+    """Plans the lines of runs.
+
+    Only a store with a key finds damage in the header of a container, which digests leave out.
+    """
+
+    def __init__(self, store: Store, spared: Spared = nothing_spared) -> None:
+        super().__init__(spared)
+        self._store = store
+        # Digests and structure show damage; who wrote the checkpoint does not matter here.
+        self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
+
+    def counted(
+        self, found: Sequence[Checkpoint], *, series: str | None, by_series: bool
+    ) -> list[Counted]:
+        """Return the lines of runs, or each series."""
+        return counted_together(found, series=series, by_series=by_series)
+
+    def plan_with(
+        self,
+        counted: Counted,
+        damaged: Mapping[Path, str],
+        policy: RetentionPolicy,
+        now: datetime,
+    ) -> Plan:
+        """Return the plan for checkpoints of which some are known to be damaged."""
+        return plan_with(counted, damaged, policy, now, self.spared)
+
+    def heads(self, counted: Counted, decided: Plan) -> list[Checkpoint]:
+        """Return the newest staying one of each line from which something goes."""
+        staying = frozenset(one.path for one in decided.kept)
+        newest = [
+            next((c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying), None)
+            for line in _marked(counted, self.damaged)
+            if not all(one.path in staying for one in line.checkpoints)
+        ]
+        return [one for one in newest if one is not None]
+
+    def problem_of(self, checkpoint: Checkpoint) -> str | None:
+        """Verify a checkpoint; return its damage, or None."""
+        return _damage(self._store, checkpoint, self._options)
 
 
 def plan_with(

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.store import trash
 from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import QUARANTINE_NAME, STAMP
 
 
@@ -39,6 +39,6 @@ def quarantine(store: Store, checkpoint: Checkpoint, *, now: datetime) -> Path:
         )
     into = store.directory / QUARANTINE_NAME / now.astimezone(UTC).strftime(STAMP)
     with store.lease(checkpoint.series):
-        for failure in trash.throw_away(store, [checkpoint], into):
+        for failure in DirectoryTrash(store).throw_away([checkpoint], into):
             raise failure
     return into

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import (
     CheckpointNotFound,
     KeyProblem,
@@ -44,15 +42,21 @@ from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.convert_target import permission_bits_of, unproven_step
 from ckptmgr.maintenance.rekey_change import check_same_recipients
-from ckptmgr.store.change_leases import lease_of_checkpoint
+from ckptmgr.maintenance.rewriting import (
+    check_proofs,
+    held_for_change,
+    manifest_of_bare,
+    mode_like,
+    opened_raw,
+    write_beside,
+)
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.keys import manifest_key_of
 from ckptmgr.store.store import Store
 
 
-class Outcome(enum.Enum):
+class RecompressOutcome(enum.Enum):
     """Change that was made to a checkpoint."""
 
     COMPRESSED = "compressed"
@@ -77,7 +81,7 @@ class RecompressResult:
 
     source: Checkpoint
     target: Checkpoint
-    outcome: Outcome
+    outcome: RecompressOutcome
     raw_bytes: int
     elapsed_s: float
     by_dtype: Mapping[str, FrameFigures] = field(default_factory=dict)
@@ -110,11 +114,12 @@ def recompress(
             "was saved by several ranks; such checkpoints are compressed when they are saved",
             path=checkpoint.path,
         )
-    with lease_of_checkpoint(store, checkpoint):
-        store.finish_swap(checkpoint)
-        with _opened(store, checkpoint.name, options) as found:
-            change = _Change(store, checkpoint, found, level, options)
-            outcome = change.run()
+    with (
+        held_for_change(store, checkpoint),
+        _opened(store, checkpoint.name, options) as found,
+    ):
+        change = _Change(store, checkpoint, found, level, options)
+        outcome = change.run()
     target = next((c for c in store.scan() if c.name == change.target), None)
     if target is None:
         raise CheckpointNotFound("vanished while it was listed", path=checkpoint.path)
@@ -141,7 +146,7 @@ class _Found:
 @contextmanager
 def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
     path = store.directory / name
-    with translated_errors(str(path)), contextlib.closing(store.fs.open(path)) as raw:
+    with opened_raw(store, path) as raw:
         manifest = store.read_manifest(name)
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
         if not isinstance(opened.index, SafetensorsIndex):
@@ -170,6 +175,7 @@ class _Change:
         self._found = found
         self._level = level
         self._options = options
+        self._source = found.opened.source
         self._cipher = found.opened.cipher
         self.by_dtype: Mapping[str, FrameFigures] = {}
         extension = extension_of(
@@ -178,18 +184,17 @@ class _Change:
         stem = without_envelope(checkpoint.name).removesuffix(".safetensors")
         self.target = f"{stem}.{extension}"
 
-    def run(self) -> Outcome:
+    def run(self) -> RecompressOutcome:
         is_compressed = self._found.opened.compressed_bytes is not None
         if is_compressed == (self._level is not None):
             self.target = self._checkpoint.name
-            return Outcome.NOTHING
-        if self._found.manifest is not None:
-            self._store.check_rewritable(self._checkpoint)
-        elif self._options.trust.is_strict:
-            raise unproven_step(self._checkpoint, self._options.trust)
+            return RecompressOutcome.NOTHING
+        check_proofs(self._store, self._checkpoint, self._found.manifest, self._options.trust)
         if self._found.header is not None:
             check_same_recipients(self._found.header, self._keys, path=self._checkpoint.path)
-        outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
+        outcome = (
+            RecompressOutcome.EXPANDED if self._level is None else RecompressOutcome.COMPRESSED
+        )
         if self.target == self._checkpoint.name:
             self._publish()
             return outcome
@@ -199,7 +204,7 @@ class _Change:
                 self._publish()
             else:
                 self._finish(path)
-                outcome = Outcome.FINISHED
+                outcome = RecompressOutcome.FINISHED
             self._store.remove_copied(self._checkpoint)
         return outcome
 
@@ -211,7 +216,7 @@ class _Change:
         """
         with _opened(self._store, path.name, self._options) as other:
             there, mine = other.manifest, self._found.manifest
-            is_same = digest_of(other.opened.source) == digest_of(self._found.opened.source)
+            is_same = digest_of(other.opened.source) == digest_of(self._source)
         if there is not None and mine is not None:
             is_same = is_same and _save_of(there) == _save_of(mine)
         if not is_same:
@@ -232,34 +237,30 @@ class _Change:
             self._store.change_pins(checkpoint, lambda pins: (*pins, *lost))
 
     def _publish(self) -> None:
-        source = self._found.opened.source
         if self._found.index.crc is not None:
             read_through(self._found.opened, check_crc=True)
-        size_bytes = source.size if self._level is None else 0
-        with self._store.publisher.new_file(
+        is_size_known = self._cipher is None and self._level is None
+        write_beside(
+            self._store,
             self.target,
+            self._write,
             series=self._checkpoint.series,
-            size_bytes=0 if self._cipher is not None else size_bytes,
-            mode=permission_bits_of(self._store, self._checkpoint.path.name) or 0o400,
-        ) as new:
-            with new.writing() as file:
-                digest = self._write(file)
-            with new.reading() as stored:
-                self._read_back(stored, digest)
-            new.publish(self._describe(digest))
+            size_bytes=self._source.size if is_size_known else 0,
+            mode=mode_like(self._store, self._checkpoint.path.name),
+            read_back=self._read_back,
+            describe=self._describe,
+        )
 
     def _write(self, file: OutputFile) -> FileDigest:
-        opened = self._found.opened
+        size, cipher = self._source.size, self._cipher
         image = SourceImage(
-            opened.source, opened.source.size, window_bytes=opened.unit_bytes or PIECE_BYTES
+            self._source, size, window_bytes=self._found.opened.unit_bytes or PIECE_BYTES
         )
         if self._level is None:
-            sealer = (
-                None if self._cipher is None else container_for(image, self._keys, self._cipher)
-            )
+            sealer = None if cipher is None else container_for(image, self._keys, cipher)
             return write_image(image, file, sealer=sealer).digest
-        frames = plan_frames(runs_of(self._found.index, image.size))
-        seal = None if self._cipher is None else frames_sealer(image.size, self._keys, self._cipher)
+        frames = plan_frames(runs_of(self._found.index, size))
+        seal = None if cipher is None else frames_sealer(size, self._keys, cipher)
         written = write_frames(frames, read_once(image), file, level=self._level, sealer=seal)
         self.by_dtype = written.by_dtype
         return written.digest
@@ -270,7 +271,7 @@ class _Change:
         check_written(file, digest, path=path)
         options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         stored = open_source(file, path=path, options=options)
-        if digest_of(stored.source) != digest_of(self._found.opened.source):
+        if digest_of(stored.source) != digest_of(self._source):
             raise SaveFailed("what was written holds something else than what was read", path=path)
 
     def _describe(self, digest: FileDigest) -> Manifest:
@@ -283,22 +284,12 @@ class _Change:
             key_id=self._keys.key_id if is_encrypted else None,
         )
         found = self._found.manifest
-        if found is not None:
-            # Not the key of the old manifest: a key that a rekey removed may know that.
-            is_new = is_encrypted and found.auth is not None
-            auth = manifest_key_of(self._keys) if is_new else found.auth
-            return replace(found, file=file, replaces=None, auth=auth)
-        known = self._checkpoint
-        return Manifest(
-            file=file,
-            series=known.series,
-            run_id="",
-            step=known.step,
-            epoch=known.epoch,
-            sequence=0,
-            saved_at=known.saved_at,
-            why=known.why,
-        )
+        if found is None:
+            return manifest_of_bare(self._checkpoint, file)
+        # Not the key of the old manifest: a key that a rekey removed may know that.
+        is_new = is_encrypted and found.auth is not None
+        auth = manifest_key_of(self._keys) if is_new else found.auth
+        return replace(found, file=file, replaces=None, auth=auth)
 
     @property
     def _keys(self) -> Keys:

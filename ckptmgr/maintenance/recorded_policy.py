@@ -16,7 +16,6 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import Counted
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
@@ -62,7 +61,7 @@ def _recorded_by(store: Store, line: Sequence[Checkpoint]) -> RetentionPolicy | 
     if newest is None or manifest is None or manifest.keep is None:
         return None
     path = store.directory / manifest_name(newest.name)
-    if is_url(store.directory):  # where its writers may remove it, too
+    if not store.can.config:  # where its writers may remove it, too
         from ckptmgr.objects.paths import mark_of
 
         if manifest.keep_at != mark_of(store.directory):

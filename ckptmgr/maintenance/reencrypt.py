@@ -15,32 +15,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 
-from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.core.shard_names import new_attempt_id, parse_shard_name, with_attempt
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.container.header import Content
-from ckptmgr.crypto.container.writer import ContainerSealer
-from ckptmgr.crypto.keys.ring import KeyRing, Keys, block_key
-from ckptmgr.files.load.container import format_in, open_container_file
-from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import kind_of
+from ckptmgr.crypto.keys.ring import KeyRing, Keys
 from ckptmgr.files.save.saver import check_written
-from ckptmgr.formats.detect import Kind
-from ckptmgr.formats.source import Source
-from ckptmgr.io.digest import FileDigest, VerifyingSource
+from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.filesystem import unlink_if_present
-from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_target import ConversionOutput, permission_bits_of, place
-from ckptmgr.maintenance.encrypt import CheckingSealer
+from ckptmgr.maintenance.contents import reencrypted_content
+from ckptmgr.maintenance.rewriting import (
+    manifest_of_bare,
+    mode_like,
+    opened_raw,
+    permission_bits_of,
+    write_beside,
+)
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of
-from ckptmgr.store.publish import NewDataFile
 from ckptmgr.store.shards import swap_shards, withdrawn_on_error
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import may_be_in_trash
@@ -67,81 +61,34 @@ def reencrypt_file(
         StoreFull, OSError: From the disk; the old file is intact, or the new one is there.
     """
     path = checkpoint.path
-    with (
-        translated_errors(str(path)),
-        contextlib.closing(store.fs.open(path)) as raw,
-    ):
-        output = _reencrypted(raw, path, old=old, new=new, manifest=manifest)
-        mode = permission_bits_of(store, path.name) or 0o400
-        if output.format == OPAQUE and manifest is None:
-            place(store, path.name, output, mode=mode)
+    with opened_raw(store, path) as raw:
+        content = reencrypted_content(raw, path, old=old, new=new, manifest=manifest)
+        write = partial(
+            write_beside,
+            store,
+            path.name,
+            content.write,
+            size_bytes=content.size_bytes,
+            mode=mode_like(store, path.name),
+            read_back=partial(check_written, path=str(path)),
+        )
+        if content.format == OPAQUE and manifest is None:
+            write()
             return
-        draft = _draft(checkpoint, manifest, output)
         key = auth(None if manifest is None else manifest.auth)
-        manifest_mode = permission_bits_of(store, manifest_name(path.name))
-        with store.publisher.new_file(
-            path.name, series=draft.series, size_bytes=output.size_bytes, mode=mode
-        ) as new_file:
-            digest = _write_checked(new_file, output, path=str(path))
-            described = replace(draft, file=replace(draft.file, digest=digest), auth=key)
-            new_file.publish(described, mode=manifest_mode)
 
+        def described(digest: FileDigest) -> Manifest:
+            """Return the manifest of the new file: the same save, with other keys."""
+            entry = content.entry(path.name, digest)
+            if manifest is None:
+                return replace(manifest_of_bare(checkpoint, entry), auth=key)
+            return replace(manifest.changed(file=entry, replaces=None), auth=key)
 
-def _write_checked(new_file: NewDataFile, output: ConversionOutput, *, path: str) -> FileDigest:
-    """Write a file and compare the disk with it; return its digest."""
-    with new_file.writing() as file:
-        digest = output.write(file)
-    with new_file.reading() as stored:
-        check_written(stored, digest, path=path)
-    return digest
-
-
-def _reencrypted(
-    raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
-) -> ConversionOutput:
-    """Return the content of an encrypted file, to be encrypted with new keys."""
-    if kind_of(raw, name=path.name) is Kind.MINDSPORE_ENCRYPTED:
-        options = ReadOptions(trust=Trust(keys=old))
-        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
-        mode = str(opened.cipher)
-        blocks = CheckingSealer(opened, block_key(new), mode)
-        image = SourceImage(opened.source, blocks.body_bytes, has_crc_trailer=blocks.has_crc)
-        return ConversionOutput(image=image, format="ckpt", mode=mode, key=new, sealer=blocks)
-    checked: Source = raw
-    if manifest is not None:
-        checked = VerifyingSource(raw, manifest.file.digest, path=str(path))
-    container = open_container_file(raw, checked, path=str(path), key=old, mode=None)
-    is_framed = container.content is Content.FRAMES
-    return ConversionOutput(
-        image=SourceImage(container, container.size, window_bytes=container.block_bytes),
-        format=format_in(container),
-        mode=container.mode,
-        key=new,
-        sealer=ContainerSealer(
-            new.recipients,
-            container.mode,
-            plaintext_size=container.size,
-            content=container.content,
-            raw_size=container.unlocked.header.fixed.plaintext_size if is_framed else None,
-        ),
-    )
-
-
-def _draft(checkpoint: Checkpoint, manifest: Manifest | None, output: ConversionOutput) -> Manifest:
-    """Return the manifest of the new file without its digest: the same save, with other keys."""
-    entry = output.entry(checkpoint.path.name, FileDigest(size_bytes=0, ranges=()))
-    if manifest is not None:
-        return manifest.changed(file=entry, replaces=None)
-    return Manifest(
-        file=entry,
-        series=checkpoint.series,
-        run_id="",
-        step=max(checkpoint.step, 0),
-        epoch=checkpoint.epoch,
-        sequence=0,
-        saved_at=checkpoint.saved_at,
-        why=checkpoint.why,
-    )
+        write(
+            series=checkpoint.series if manifest is None else manifest.series,
+            describe=described,
+            manifest_mode=permission_bits_of(store, manifest_name(path.name)),
+        )
 
 
 def reencrypt_set(
@@ -173,22 +120,20 @@ def reencrypt_set(
 def _write_shard(store: Store, own: Manifest, name: str, *, old: Keys, new: KeyRing) -> FileEntry:
     """Write the file of one rank under a new name, and return its entry in the manifest."""
     path = store.directory / own.file.name
-    with (
-        translated_errors(str(path)),
-        contextlib.closing(store.fs.open(path)) as raw,
-    ):
-        output = _reencrypted(raw, path, old=old, new=new, manifest=own)
-        with store.publisher.new_file(
+    with opened_raw(store, path) as raw:
+        content = reencrypted_content(raw, path, old=old, new=new, manifest=own)
+        digest = write_beside(
+            store,
             name,
+            content.write,
             series=own.series,
-            size_bytes=output.size_bytes,
-            mode=permission_bits_of(store, path.name) or 0o400,
+            size_bytes=content.size_bytes,
+            mode=mode_like(store, path.name),
+            read_back=partial(check_written, path=str(store.directory / name)),
+            describe=lambda digest: replace(own, file=content.entry(name, digest)),
             is_rank_file=True,
-        ) as new_file:
-            digest = _write_checked(new_file, output, path=str(store.directory / name))
-            entry = output.entry(name, digest)
-            new_file.publish(replace(own, file=entry))
-    return entry
+        )
+        return content.entry(name, digest)
 
 
 def stale_files(store: Store, checkpoint: Checkpoint, *, now: float) -> list[str]:

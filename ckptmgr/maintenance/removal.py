@@ -7,18 +7,18 @@ line of runs, which a resume would take. Under the leases both are looked at onc
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 
-from ckptmgr.core.errors import StoreLocked, UnsafePrune
+from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import UNFINISHED, Checkpoint
-from ckptmgr.maintenance.prune import PruneResult
+from ckptmgr.core.place import Place
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.lines import lines_of
-from ckptmgr.store import trash
-from ckptmgr.store.store import Store
+from ckptmgr.store import applied
+from ckptmgr.store.applied import Applied
 
 _SHOWN = 5
 
@@ -31,11 +31,11 @@ class Objection:
     reason: str
 
 
-def objections(store: Store, chosen: Sequence[Checkpoint]) -> list[Objection]:
+def objections(place: Place, chosen: Sequence[Checkpoint]) -> list[Objection]:
     """Return why checkpoints of a directory should stay, as it is now."""
     names = {one.name for one in chosen}
     found = []
-    for line in lines_of([one for one in store.scan() if one.state not in UNFINISHED]):
+    for line in lines_of([one for one in place.scan() if one.state not in UNFINISHED]):
         for one in line.checkpoints:
             if one.name not in names:
                 continue
@@ -48,66 +48,43 @@ def objections(store: Store, chosen: Sequence[Checkpoint]) -> list[Objection]:
     return found
 
 
-def check_removable(store: Store, chosen: Sequence[Checkpoint], *, force: bool) -> None:
+def check_removable(place: Place, chosen: Sequence[Checkpoint], *, force: bool) -> None:
     """Raise unless checkpoints may be removed.
 
     Raises:
         UnsafePrune: There are objections, and no `force`; or no good one would be left.
     """
-    store.check_not_all(chosen, store.scan())
-    found = [] if force else objections(store, chosen)
+    place.check_not_all(chosen, place.scan())
+    found = [] if force else objections(place, chosen)
     if found:
         named = "; ".join(f"{one.checkpoint.name} is {one.reason}" for one in found[:_SHOWN])
         more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise UnsafePrune(
             f"{named}{more}; nothing was removed",
-            path=store.directory,
+            path=place.directory,
             hint="pass --force to remove pinned and newest ones, too",
         )
 
 
 def remove_chosen(
-    store: Store, chosen: Sequence[Checkpoint], *, now: datetime, force: bool, at_once: bool
-) -> PruneResult:
-    """Remove checkpoints of one directory, as listed, under the leases of their series.
+    place: Place, chosen: Sequence[Checkpoint], *, now: datetime, force: bool, at_once: bool
+) -> Applied:
+    """Remove checkpoints of one place, as listed, under the leases of their series.
 
     One that was saved again since the listing stays, and is named in `failures`; so is what another
     process holds.
     """
-    outcome = PruneResult()
-    with REGISTERED.timed("prune", path=store.directory) as facts:
-        try:
-            with contextlib.ExitStack() as leases:
-                for series in sorted({one.series for one in chosen}):
-                    leases.enter_context(store.lease(series))
-                    trash.finish(store, series)
-                check_removable(store, chosen, force=force)
-                _remove(store, chosen, outcome, now=now, at_once=at_once)
-        except (StoreLocked, UnsafePrune, OSError) as error:
-            outcome.failures.append(error)
-        facts["figures"] = {
-            "dropped": len(outcome.removed),
-            "freed_bytes": sum(one.size_bytes for one in outcome.removed),
-        }
-        facts["notes"] = tuple(f"removed {one.name}" for one in outcome.removed)
-        if outcome.failures:
-            facts["error"] = "; ".join(map(str, outcome.failures))
-            facts["error_type"] = type(outcome.failures[0]).__name__
-    return outcome
-
-
-def _remove(
-    store: Store,
-    chosen: Sequence[Checkpoint],
-    outcome: PruneResult,
-    *,
-    now: datetime,
-    at_once: bool,
-) -> None:
-    if at_once:
-        outcome.failures += store.remove(chosen)
-    else:
-        outcome.batch = trash.new_batch_path(store, now)
-        outcome.failures += trash.throw_away(store, chosen, outcome.batch)
-    staying = trash.taken_names(store, chosen)
-    outcome.removed += [one for one in chosen if one.name not in staying]
+    done = Applied()
+    with REGISTERED.timed("prune", path=place.directory) as facts:
+        trash = place.trash
+        into = None if at_once or trash is None else trash.new_batch_path(now)
+        applied.carry_out(
+            place,
+            chosen,
+            done,
+            into=into,
+            settle=place.finish_moves,
+            check=partial(check_removable, place, chosen, force=force),
+        )
+        facts |= done.facts()
+    return done

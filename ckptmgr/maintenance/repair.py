@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 
 from blake3 import blake3
@@ -35,10 +36,11 @@ from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.convert_target import permission_bits_of
+from ckptmgr.io.digest import FileDigest, differing_ranges
+from ckptmgr.io.filesystem import OutputFile
 from ckptmgr.maintenance.repair_sealed import SealedRepair
 from ckptmgr.maintenance.repair_source import PaddedSource, RepairResult
+from ckptmgr.maintenance.rewriting import mode_like, write_beside
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -77,24 +79,19 @@ def repair_checkpoint(
         if manifest is None:
             raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
         _check_kind(manifest, checkpoint)
+        repair: Callable[[int], RepairResult | None] = partial(_repair_plain, store, manifest)
         if _must_be_rewritten(manifest):
-            sealed = SealedRepair(store, manifest, options=options or ReadOptions(), clock=clock)
-            return sealed.run()
+            reading = options or ReadOptions()
+            repair = SealedRepair(store, manifest, options=reading, clock=clock).repair
         done: dict[str, RepairResult] = {}
+        has_progress = True
         # A file that could not be repaired may be repairable after another one was.
-        while True:
-            open_cases = [
-                one
-                for one in plan_repairs(store, manifest)
-                if one.problem is None or one.name not in done
-            ]
-            for one in open_cases:
-                done[one.name] = one
-            repairable = [one for one in open_cases if one.problem is None]
-            if not repairable:
-                return [done[name] for name in sorted(done)]
-            for one in repairable:
-                _repair_file(store, manifest, one.name)
+        while has_progress:
+            tried = map(repair, range(len(manifest.shards)))
+            found = {one.name: one for one in tried if one is not None}
+            done |= found
+            has_progress = any(one.problem is None for one in found.values())
+        return [done[name] for name in sorted(done)]
 
 
 def repair_hint(store: Store, manifest: Manifest) -> str | None:
@@ -123,20 +120,20 @@ def _must_be_rewritten(manifest: Manifest) -> bool:
     return is_compressed or is_encrypted
 
 
-def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
-    rank = next(rank for rank, entry in enumerate(manifest.shards) if entry.name == name)
-    shard = _DamagedFile(store, manifest, rank)
-    with store.publisher.new_file(
-        name,
-        series=manifest.series,
-        size_bytes=shard.digest.size_bytes,
-        mode=permission_bits_of(store, name) or 0o400,
-        is_rank_file=True,
-    ) as new:
-        with new.writing() as file:
-            for offset, content in shard.repaired():
-                file.write_at(offset, content)
-        new.give_name()
+def _repair_plain(store: Store, manifest: Manifest, rank: int) -> RepairResult | None:
+    """Repair the plain file of a rank if it is damaged, and return the result."""
+    damaged = _DamagedFile(store, manifest, rank)
+    found = damaged.plan()
+    if found is not None and found.problem is None:
+        write_beside(
+            store,
+            found.name,
+            damaged.write,
+            series=manifest.series,
+            size_bytes=damaged.digest.size_bytes,
+            mode=mode_like(store, found.name),
+        )
+    return found
 
 
 class _DamagedFile:
@@ -166,8 +163,8 @@ class _DamagedFile:
             return self._result(bad, problem)
         return self._result(bad, None)
 
-    def repaired(self) -> Iterator[tuple[int, memoryview]]:
-        """Yield all of the file as it was saved, range by range.
+    def write(self, file: OutputFile) -> FileDigest:
+        """Write all of the file as it was saved, range by range.
 
         Raises:
             CorruptCheckpoint: It cannot be repaired.
@@ -179,7 +176,8 @@ class _DamagedFile:
                 source.read_into(start, memoryview(content))
                 if not self._is_right(content, start):
                     content = self._repaired_range(source, start, start + len(content))
-                yield start, memoryview(content)
+                file.write_at(start, memoryview(content))
+        return self.digest
 
     @contextmanager
     def _opened(self) -> Iterator[PaddedSource]:

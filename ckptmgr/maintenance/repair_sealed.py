@@ -29,13 +29,13 @@ from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.convert_target import permission_bits_of
 from ckptmgr.maintenance.repair_source import (
     DamagedShard,
     PaddedSource,
     RepairResult,
     open_damaged_shard,
 )
+from ckptmgr.maintenance.rewriting import mode_like
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.shards import swap_shards, withdrawn_on_error
@@ -56,24 +56,6 @@ class SealedRepair:
         self._options = options
         self._clock = clock
 
-    def run(self) -> list[RepairResult]:
-        """Repair what can be repaired; return the result for every damaged file, by its old name.
-
-        Raises:
-            KeyProblem: A key is missing: that of the files, or one that proves the manifest.
-            UnsupportedCheckpoint: A later checkpoint names this one by its id, which would change.
-            OSError: From the disk. Files that were repaired before stay so.
-        """
-        done: dict[str, RepairResult] = {}
-        has_progress = True
-        # A file that could not be repaired may be repairable after another one was.
-        while has_progress:
-            found = [self._repair_rank(rank) for rank in range(len(self._manifest.shards))]
-            new = [one for one in found if one is not None]
-            done |= {one.name: one for one in new}
-            has_progress = any(one.problem is None for one in new)
-        return [done[name] for name in sorted(done)]
-
     def _check_changeable(self) -> None:
         store, manifest = self._store, self._manifest
         checkpoint = manifest.to_checkpoint(store.directory)
@@ -93,7 +75,14 @@ class SealedRepair:
                 hint="load it, which takes the copies where they are whole, and save it again",
             )
 
-    def _repair_rank(self, rank: int) -> RepairResult | None:
+    def repair(self, rank: int) -> RepairResult | None:
+        """Repair the file of a rank if it is damaged; return the result, by its old name.
+
+        Raises:
+            KeyProblem: A key is missing: that of the files, or one that proves the manifest.
+            UnsupportedCheckpoint: A later checkpoint names this one by its id, which would change.
+            OSError: From the disk. Files that were repaired before stay so.
+        """
         entry = self._manifest.shards[rank]
         with contextlib.ExitStack() as stack:
             try:
@@ -150,7 +139,7 @@ class SealedRepair:
             ],
             options=replace(
                 shard.save_options(),
-                file_mode=permission_bits_of(store, old.name) or 0o400,
+                file_mode=mode_like(store, old.name),
             ),
             series=self._manifest.series,
             draft=self._manifest,

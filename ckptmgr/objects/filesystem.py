@@ -17,7 +17,6 @@ from typing import NamedTuple, NoReturn
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.files import FileHead
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
@@ -31,7 +30,6 @@ from ckptmgr.store.manifest.codec import (
     decode,
     manifest_name,
 )
-from ckptmgr.store.store import Store
 
 _READERS = 8
 _SMALL_BYTES = 1 << 20  # of a manifest that is kept, and read beside others
@@ -42,11 +40,6 @@ _BASE_BYTES = 4 << 20
 _ENTRY_BYTES = 2 << 10
 _RANGE_BYTES = 1 << 20
 _DIGEST_BYTES = 80
-
-
-def remote_store(objects: Objects, *, trust: Trust) -> Store:
-    """Return the checkpoints below a prefix as a directory that can only be read."""
-    return Store(UrlPath(objects.url), fs=RemoteFiles(objects), trust=trust)
 
 
 class BytesFile(BytesSource):
@@ -139,6 +132,7 @@ class RemoteFiles:
         del is_uncached
         listed = self._manifests.get(path.name)
         if listed is not None and listed.content is not None:
+            self._opened[path.name] = listed.keys
             return BytesFile(listed.content)
         if path.name.endswith(SUFFIX):
             return self._open_manifest(path)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file by its path, or by its address in an object store."""
+"""A directory or one file, by its path or by its address in an object store."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +21,27 @@ if TYPE_CHECKING:
     from ckptmgr.objects.requests import Objects
 
 
-class Place(NamedTuple):
+def open_place(
+    directory: str | os.PathLike[str],
+    *,
+    trust: Trust,
+    clock: Callable[[], float] = time.time,
+) -> Store:
+    """Return the store of a directory, which may not exist, or of an address.
+
+    Raises:
+        TypeError, ValueError: It is neither.
+        CkptmgrError: obstore is not installed, or refuses its configuration.
+    """
+    if not is_url(directory):
+        return Store(Path(directory), trust=trust, clock=clock)
+    from ckptmgr.objects.place import ObjectPlace
+    from ckptmgr.objects.requests import open_objects
+
+    return ObjectPlace(open_objects(str(directory)), trust=trust, clock=clock)
+
+
+class FilePlace(NamedTuple):
     """The directory of a file, and its path there; `objects` of an address."""
 
     store: Store
@@ -44,7 +66,7 @@ class Place(NamedTuple):
             raise CheckpointFileNotFound("no such file", path=self.path, hint=hint) from error
 
 
-def place_of(path: str | os.PathLike[str], *, trust: Trust) -> Place:
+def place_of(path: str | os.PathLike[str], *, trust: Trust) -> FilePlace:
     """Return the place of a file; of an address nothing is requested yet.
 
     Raises:
@@ -54,9 +76,9 @@ def place_of(path: str | os.PathLike[str], *, trust: Trust) -> Place:
     """
     if not is_url(path):
         real = real_file(path)
-        return Place(Store(real.parent, trust=trust), real)
-    from ckptmgr.objects.filesystem import remote_store
+        return FilePlace(Store(real.parent, trust=trust), real)
     from ckptmgr.objects.paths import UrlPath
+    from ckptmgr.objects.place import ObjectPlace
     from ckptmgr.objects.requests import checked_url, open_objects
 
     # A Path has one slash where an address has two.
@@ -65,8 +87,8 @@ def place_of(path: str | os.PathLike[str], *, trust: Trust) -> Place:
     if prefix.endswith(("/", ":")):
         raise ValueError(f"{url!r} names no object; write {url}/run/NAME")
     objects = open_objects(prefix)
-    store = remote_store(objects, trust=trust)
-    return Place(store, store.directory / name, objects)
+    store = ObjectPlace(objects, trust=trust)
+    return FilePlace(store, store.directory / name, objects)
 
 
 def _hint(objects: Objects, path: Path) -> str:

@@ -37,7 +37,7 @@ from ckptmgr.parallel.dedup_tensors import (
 )
 from ckptmgr.parallel.redundancy import remove_param_redundancy
 from ckptmgr.parallel.rounds import CollectiveRounds
-from ckptmgr.state.items import Part
+from ckptmgr.state.items import TensorPart
 
 Balance = Literal["bytes", "round_robin"]
 
@@ -211,5 +211,5 @@ def _rows(name: str, tensor: Tensor, share: Share) -> Tensor:
     start, stop = share.start_row * row_bytes, share.stop_row * row_bytes
     return Tensor(
         spec=TensorSpec(name=name, dtype=spec.dtype, shape=shape),
-        content=Part(whole=tensor, start=start, stop=stop),
+        content=TensorPart(whole=tensor, start=start, stop=stop),
     )

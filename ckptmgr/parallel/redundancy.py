@@ -30,7 +30,7 @@ from ckptmgr.parallel.layout import (
     read_strategy,
 )
 from ckptmgr.parallel.mindspore.context import AutoParallelContext
-from ckptmgr.parallel.mindspore.placement import Placement, placement_of
+from ckptmgr.parallel.mindspore.placement import MindSporePlacement, placement_of
 from ckptmgr.parallel.mindspore.slices import equal_groups
 
 Groups = tuple[tuple[int, ...], ...]
@@ -127,7 +127,7 @@ def _layout(
     name: str,
     value: ParallelLayout | Sequence[Any],
     group_size: Callable[[str], int] | None,
-    placement: Placement,
+    placement: MindSporePlacement,
 ) -> ParallelLayout:
     if isinstance(value, ParallelLayout):
         return value

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # one process needs none of this
     from ckptmgr.parallel.dedup import Balance, Sharing
     from ckptmgr.parallel.layout import Layouts, ParallelLayout
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
-    from ckptmgr.parallel.mindspore.placement import Placement
+    from ckptmgr.parallel.mindspore.placement import MindSporePlacement
     from ckptmgr.parallel.mindspore.strategy_files import StrategyOutput
     from ckptmgr.parallel.slicer import LayoutSlicer
     from ckptmgr.policy.save import SavePolicy
@@ -70,7 +70,7 @@ class Team:
     sharing: Sharing | None = None
     slicer: LayoutSlicer | None = None
     has_layout: bool = False
-    placement: Placement | None = None
+    placement: MindSporePlacement | None = None
     strategy: StrategyOutput | None = None
 
     @property
@@ -82,7 +82,7 @@ class Team:
         """Return the directory that this process saves into: `rank_N` of a rank without the others.
 
         Raises:
-            ValueError: As `Placement.own_directory`.
+            ValueError: As `MindSporePlacement.own_directory`.
         """
         if self.coordinator is not None or self.placement is None:
             return directory
@@ -138,7 +138,7 @@ def team_for(config: CheckpointConfig, ranks: Ranks, context: AutoParallelContex
     )
 
 
-def _placement(context: AutoParallelContext | None) -> Placement | None:
+def _placement(context: AutoParallelContext | None) -> MindSporePlacement | None:
     """Return the placement by a context; None where no program has made one."""
     if context is None and "ckptmgr.parallel.mindspore.context" not in sys.modules:
         return None
@@ -147,7 +147,7 @@ def _placement(context: AutoParallelContext | None) -> Placement | None:
     return placement_of(context)
 
 
-def _strategy(placement: Placement, layouts: Layouts | None) -> StrategyOutput | None:
+def _strategy(placement: MindSporePlacement, layouts: Layouts | None) -> StrategyOutput | None:
     if placement.save_file is None:
         return None
     from ckptmgr.parallel.mindspore.strategy_files import strategy_output
@@ -156,7 +156,7 @@ def _strategy(placement: Placement, layouts: Layouts | None) -> StrategyOutput |
 
 
 def _check_redundancy(
-    config: CheckpointConfig, placement: Placement, coordinator: Coordinator | None
+    config: CheckpointConfig, placement: MindSporePlacement, coordinator: Coordinator | None
 ) -> None:
     is_many = not placement.is_alone or placement.mode not in (None, "stand_alone")
     if config.remove_redundancy and coordinator is None and is_many:

@@ -51,7 +51,7 @@ class Demand:
     has_memory_budget: bool = (
         False  # whether `memory_bytes` is a budget, above which saves are refused
     )
-    is_group_limited: bool = False  # whether it is what a container or job may still use
+    is_group_limited: bool = False  # whether a container or job sets the limit
     may_spill: bool = True  # whether a spill_directory would help (not with a key)
 
 

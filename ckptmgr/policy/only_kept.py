@@ -54,8 +54,8 @@ def passed_over(
     earlier = sorted(
         (one for one in history if one.is_countable), key=lambda one: one.order, reverse=True
     )
-    found = [rule.judge([new, *earlier], now)[0] for rule in policy.rules]
-    if any(one is not None and one.is_kept for one in found):
+    line = [new, *earlier]
+    if any(rule.stays(line, now)[0] for rule in policy.rules):
         return None
     ranks = [rule for rule in policy.rules if isinstance(rule, Best)]
     missing = list(dict.fromkeys(r.metric for r in ranks if r.metric not in new.metrics))
@@ -63,6 +63,7 @@ def passed_over(
         given = ", ".join(sorted(new.metrics)) or "none"
         reason = f"it was given no metric {' and no '.join(missing)} (given: {given})"
         return PassedOver(reason, lacks_metric=True, is_doubtful=True)
+    found = [rule.judge(line, now)[0] for rule in policy.rules]
     details = ", ".join(one.reason.detail for one in found if one is not None)
     unranked = [f"{r.metric} is {new.metrics[r.metric]}" for r in ranks if r.value_of(new) is None]
     if unranked:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention: `plan(history, policy, now)` gives a verdict with reasons for every checkpoint. Pure.
 
+`dropped` finds the same without the reasons, as a run does after each save.
+
 Under every policy:
 
 * The newest countable checkpoint of every series stays, and so do pinned and protected ones.
@@ -31,11 +33,12 @@ Under every policy:
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import ORDER, Checkpoint, Plan, Reason, State, Verdict
@@ -55,6 +58,13 @@ _LEAST_UNRANKED = 5  # MindSpore's keep_checkpoint_max
 _MOST_NAMED, _LONGEST_NAME = 20, 100
 _VALUES = tuple(one.name for one in fields(Checkpoint) if one.repr)
 _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
+
+
+class Dropped(NamedTuple):
+    """The checkpoints that a policy drops, newest first, and the newest countable one, which stays."""
+
+    checkpoints: Sequence[Checkpoint]
+    newest: Checkpoint | None
 
 
 def plan(
@@ -77,13 +87,47 @@ def plan(
     Raises:
         UnsafePrune: See the module's list.
     """
-    rules = policy.rules if isinstance(policy, RetentionPolicy) else (policy,)
-    if not rules:
-        raise UnsafePrune("the retention policy is empty", hint="name what to keep, e.g. last(5)")
+    rules = _rules_of(policy)
     verdicts: list[Verdict] = []
     for series in _newest_first(history, is_one_line=is_one_line):
         verdicts += _plan_series(series, rules, now, protected=protected)
     return Plan(policy=str(policy), verdicts=tuple(verdicts))
+
+
+def dropped(
+    line: Sequence[Checkpoint],
+    policy: RetentionPolicy | Rule,
+    now: datetime,
+    *,
+    protected: Container[Path] = (),
+) -> Dropped:
+    """Return the checkpoints that `plan` drops of one line of runs; each path occurs once.
+
+    Raises:
+        UnsafePrune: As `plan`.
+    """
+    rules = _rules_of(policy)
+    countable = [one for one in _ordered(line) if one.is_countable]
+    if not countable:
+        return Dropped([], None)
+    flags = [rule.stays(countable, now) for rule in rules]
+    stays = flags[0] if len(flags) == 1 else [any(found) for found in zip(*flags, strict=True)]
+    going = [
+        one
+        for one, is_kept in zip(countable[1:], stays[1:], strict=True)
+        if not (is_kept or one.pins or one.path in protected)
+    ]
+    if going:
+        _check_metrics(countable, rules)
+        _check_something_is_kept(countable, rules, is_any_kept=any(stays))
+    return Dropped(going, countable[0])
+
+
+def _rules_of(policy: RetentionPolicy | Rule) -> Sequence[Rule]:
+    rules = policy.rules if isinstance(policy, RetentionPolicy) else (policy,)
+    if not rules:
+        raise UnsafePrune("the retention policy is empty", hint="name what to keep, e.g. last(5)")
+    return rules
 
 
 def without_unranked(
@@ -94,8 +138,9 @@ def without_unranked(
     A rule `best` by a metric that no checkpoint of `history` has would keep everything for ever. In
     its place the newest checkpoints are kept: as many as the rule names, at least 5.
     """
-    countable = [one for one in history if one.is_countable]
-    unranked = [rule for rule in policy.rules if countable and _is_unranked(rule, countable)]
+    best = [rule for rule in policy.rules if isinstance(rule, Best)]
+    countable = [one for one in history if best and one.is_countable]
+    unranked = [rule for rule in best if countable and _is_unranked(rule, countable)]
     if not unranked:
         return policy, None
     newest = Last(max(_LEAST_UNRANKED, *(rule.most_kept or 0 for rule in unranked)))
@@ -142,8 +187,8 @@ def replaced_emergencies(
     ]
 
 
-def _is_unranked(rule: Rule, countable: Sequence[Checkpoint]) -> bool:
-    return isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable)
+def _is_unranked(rule: Best, countable: Sequence[Checkpoint]) -> bool:
+    return all(rule.value_of(item) is None for item in countable)
 
 
 def order_key(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], datetime, str]:
@@ -152,27 +197,25 @@ def order_key(checkpoint: Checkpoint) -> tuple[tuple[int, int, int], datetime, s
 
 
 def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[list[Checkpoint]]:
-    # The last key makes the order total, so that the order of the input cannot matter. The repr is
-    # slow, and only a path that occurs twice needs it; distinct commits need neither.
-    has_doubles = len({item.path for item in history}) < len(history)
-    has_ties = len(set(map(ORDER, history))) < len(history)
-
-    def place(item: Checkpoint) -> tuple[object, ...]:
-        text = _text_of(item) if has_doubles else str(item.path)
-        return (item.order, as_utc(item.saved_at), text)
-
-    newest_first = sorted(history, key=place if has_ties else ORDER, reverse=True)
-    if has_doubles:
+    # The repr is slow, and only a path that occurs twice needs it.
+    if len({item.path for item in history}) < len(history):
         by_path: dict[Path, Checkpoint] = {}
-        for item in newest_first:
+        for item in sorted(history, key=lambda one: (order_key(one), _text_of(one)), reverse=True):
             by_path.setdefault(item.path, item)
-        newest_first = list(by_path.values())
+        history = list(by_path.values())
+    newest_first = _ordered(history)
     if is_one_line:
         return [newest_first]
     by_series: dict[str, list[Checkpoint]] = {}
     for checkpoint in newest_first:
         by_series.setdefault(checkpoint.series, []).append(checkpoint)
     return [by_series[name] for name in sorted(by_series)]
+
+
+def _ordered(history: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints of distinct paths, newest first, whatever the order of the input."""
+    has_ties = len(set(map(ORDER, history))) < len(history)
+    return sorted(history, key=order_key if has_ties else ORDER, reverse=True)
 
 
 def _plan_series(
@@ -201,7 +244,8 @@ def _plan_series(
     ]
     if not all(verdict.is_kept for verdict in verdicts):
         _check_metrics(countable, rules)
-        _check_something_is_kept(countable, rules, findings)
+        is_any_kept = any(finding.is_kept for found in findings for finding in found)
+        _check_something_is_kept(countable, rules, is_any_kept=is_any_kept)
     return verdicts
 
 
@@ -241,11 +285,9 @@ def _condition(checkpoint: Checkpoint) -> str:
 
 
 def _check_something_is_kept(
-    countable: Sequence[Checkpoint],
-    rules: Sequence[Rule],
-    findings: Sequence[Sequence[Finding]],
+    countable: Sequence[Checkpoint], rules: Sequence[Rule], *, is_any_kept: bool
 ) -> None:
-    if not any(finding.is_kept for found in findings for finding in found):
+    if not is_any_kept:
         raise UnsafePrune(
             f"the policy {RetentionPolicy(tuple(rules))} keeps none of the {len(countable)} checkpoints "
             f"of series {countable[0].series!r}; nothing was dropped",

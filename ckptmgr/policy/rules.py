@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retention rules, joined into a policy: `Last(3) | Best(2, "loss", "min") | Every(1000)`.
 
-A rule gets the countable checkpoints of one series, newest first, and returns a finding for each:
-kept and why, or not kept and how near it came. A checkpoint stays when any rule keeps it. `str` of
-a rule is its policy text.
+A rule gets the countable checkpoints of one series, newest first, and says of each whether it
+stays, and why, or how near it came. A checkpoint stays when any rule keeps it. `str` of a rule is
+its policy text.
 
 >>> str(Last(3) | Best(2, "val loss", "min"))
 'last(3) | best(2, "val loss", min)'
@@ -11,12 +11,13 @@ a rule is its policy text.
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, NamedTuple
@@ -51,6 +52,13 @@ class Rule(ABC):
         `history` has the countable checkpoints, newest first; at least one.
         """
 
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> Sequence[bool]:
+        """Return whether the rule keeps each checkpoint: what `judge` finds, without the reasons.
+
+        A run asks this after every save.
+        """
+        return [one is not None and one.is_kept for one in self.judge(history, now)]
+
     @abstractmethod
     def __str__(self) -> str: ...
 
@@ -69,6 +77,40 @@ class Rule(ABC):
         """Return a finding of this rule; see Reason for the meaning of the arguments."""
         reason = Reason(rule=str(self), detail=detail, rank=rank, of=of, value=value)
         return Finding(is_kept=is_kept, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedRule(Rule):
+    """A rule that decides without reasons, which are slow to make, and explains the decision."""
+
+    @abstractmethod
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> Sequence[bool]:
+        """Return whether the rule keeps each checkpoint."""
+
+    @abstractmethod
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> Iterable[Reason | None]:
+        """Return the reason of each flag of `stays`, or None where the rule does not apply."""
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
+        """Return the findings, newest first."""
+        stays = self.stays(history, now)
+        return [
+            None if reason is None else Finding(is_kept, reason)
+            for is_kept, reason in zip(stays, self.why(history, now, stays), strict=True)
+        ]
+
+    def reason(
+        self,
+        detail: str,
+        *,
+        rank: int | None = None,
+        of: int | None = None,
+        value: float | None = None,
+    ) -> Reason:
+        """Return a reason of this rule; see Reason for the meaning of the arguments."""
+        return Reason(rule=str(self), detail=detail, rank=rank, of=of, value=value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +146,7 @@ def text_of(policy: RetentionPolicy | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Last(Rule):
+class Last(DecidedRule):
     """Keep the `count` newest checkpoints."""
 
     count: int
@@ -120,21 +162,27 @@ class Last(Rule):
         """The most checkpoints that it keeps, pinned ones aside; None for any number."""
         return self.count
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is one of the newest."""
+        return [rank < self.count for rank in range(len(history))]
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the rank of each checkpoint."""
         rule, count = str(self), self.count
         kept = [f"last {rank}/{count}" for rank in range(1, min(count, len(history)) + 1)]
         others = [
             f"last ({ordinal(rank)} of {count})" for rank in range(count + 1, len(history) + 1)
         ]
         return [
-            Finding(rank <= count, Reason(rule=rule, detail=detail, rank=rank, of=count))
+            Reason(rule=rule, detail=detail, rank=rank, of=count)
             for rank, detail in enumerate([*kept, *others], start=1)
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Best(Rule):
+class Best(DecidedRule):
     """Keep the `count` best checkpoints by a metric. Of equal values the newer one is better.
 
     A missing, NaN or infinite value never ranks: one diverged step must not freeze the list.
@@ -169,28 +217,42 @@ class Best(Rule):
         """The most checkpoints that it keeps, pinned ones aside; None for any number."""
         return self.count
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        sign = 1 if self.mode == "min" else -1
-        values = [self.value_of(checkpoint) for checkpoint in history]
-        ranked = [(sign * value, i) for i, value in enumerate(values) if value is not None]
-        ranks = {i: rank for rank, (_, i) in enumerate(sorted(ranked), start=1)}
-        return [self._rank(ranks.get(i), value) for i, value in enumerate(values)]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is one of the best."""
+        found = [False] * len(history)
+        for _, i in heapq.nsmallest(self.count, self._ranked(history)):
+            found[i] = True
+        return found
 
-    def _rank(self, rank: int | None, value: float | None) -> Finding:
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the rank and the value of each checkpoint."""
+        ranks = {i: rank for rank, (_, i) in enumerate(sorted(self._ranked(history)))}
+        return [self._why(ranks.get(i), self.value_of(one)) for i, one in enumerate(history)]
+
+    def _ranked(self, history: Sequence[Checkpoint]) -> list[tuple[float, int]]:
+        """Return the values of the checkpoints that rank, lower ones better, and their indices."""
+        sign = 1 if self.mode == "min" else -1
+        return [
+            (sign * value, i)
+            for i, one in enumerate(history)
+            if (value := self.value_of(one)) is not None
+        ]
+
+    def _why(self, rank: int | None, value: float | None) -> Reason:
         if rank is None or value is None:
-            return self.finding(False, f"best ({self.metric} n/a)", of=self.count)
-        is_kept = rank <= self.count
+            return self.reason(f"best ({self.metric} n/a)", of=self.count)
         detail = (
-            f"best {rank}/{self.count} {self.metric}={value:.4g}"
-            if is_kept
-            else f"best ({ordinal(rank)} of {self.count})"
+            f"best {rank + 1}/{self.count} {self.metric}={value:.4g}"
+            if rank < self.count
+            else f"best ({ordinal(rank + 1)} of {self.count})"
         )
-        return self.finding(is_kept, detail, rank=rank, of=self.count, value=value)
+        return self.reason(detail, rank=rank + 1, of=self.count, value=value)
 
 
 @dataclass(frozen=True, slots=True)
-class Every(Rule):
+class Every(DecidedRule):
     """Keep the first step at or after each multiple of `interval_steps`: the `last` ones, or all.
 
     Where saves do not fall on the multiples (saves by time, odd epoch lengths), each interval still
@@ -212,27 +274,50 @@ class Every(Rule):
         """The most checkpoints that it keeps, pinned ones aside; None for any number."""
         return self.last
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        steps = [checkpoint.step for checkpoint in history]
-        # Later entries win: the smallest step of each interval.
-        first = {step // self.interval_steps: step for step in sorted(steps, reverse=True)}
-        found = [self._find(step, first) for step in steps]
-        return only_last(self, f"every {_short(self.interval_steps)}", found, self.last)
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is the first of its interval."""
+        interval, first = self.interval_steps, self._first_steps(history)
+        found = [
+            one.step % interval == 0
+            or (one.step > interval and first[one.step // interval] == one.step)
+            for one in history
+        ]
+        if self.last is not None:
+            positions = [i for i, is_kept in enumerate(found) if is_kept]
+            for i in positions[self.last :]:
+                found[i] = False
+        return found
 
-    def _find(self, step: int, first: dict[int, int]) -> Finding:
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> Iterator[Reason]:
+        """Yield how far each checkpoint is behind the beginning of its interval."""
+        first, rank = self._first_steps(history), 0
+        for one, is_kept in zip(history, stays, strict=True):
+            number, past = divmod(one.step, self.interval_steps)
+            is_first = past == 0 or (number > 0 and first[number] == one.step)
+            rank += is_first
+            yield self._why(one.step, rank if is_first and not is_kept else None, is_first)
+
+    def _first_steps(self, history: Sequence[Checkpoint]) -> dict[int, int]:
+        """Return the smallest step of each interval."""
+        steps = sorted([one.step for one in history], reverse=True)
+        return {step // self.interval_steps: step for step in steps}
+
+    def _why(self, step: int, rank: int | None, is_first: bool) -> Reason:
         number, past = divmod(step, self.interval_steps)
         name = f"every {_short(self.interval_steps)}"
-        if past == 0:
-            return self.finding(True, name)
         multiple = _short(number * self.interval_steps)
-        if number > 0 and first[number] == step:
-            return self.finding(True, f"{name} (first after {multiple})", value=past)
-        return self.finding(False, f"{name} ({past} past {multiple})", value=past)
+        if rank is not None:
+            return self.reason(f"{name} ({ordinal(rank)} of {self.last})", rank=rank, of=self.last)
+        if past == 0:
+            return self.reason(name)
+        detail = f"first after {multiple}" if is_first else f"{past} past {multiple}"
+        return self.reason(f"{name} ({detail})", value=past)
 
 
 @dataclass(frozen=True, slots=True)
-class Epochs(Rule):
+class Epochs(DecidedRule):
     """Keep the newest checkpoint of each epoch that is a multiple of `interval_epochs`.
 
     It says nothing about checkpoints whose epoch is not recorded.
@@ -246,26 +331,38 @@ class Epochs(Rule):
     def __str__(self) -> str:
         return f"epochs({self.interval_epochs})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
-        """Return the findings, newest first."""
-        seen: Counter[int] = Counter()
-        return [None if one.epoch is None else self._find(one.epoch, seen) for one in history]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is the newest of such an epoch."""
+        seen: set[int | None] = {None}
+        found = []
+        for one in history:
+            is_newest = one.epoch not in seen
+            seen.add(one.epoch)
+            found.append(
+                is_newest and one.epoch is not None and one.epoch % self.interval_epochs == 0
+            )
+        return found
 
-    def _find(self, epoch: int, seen: Counter[int]) -> Finding:
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason | None]:
+        """Return the place of each checkpoint in its epoch."""
+        seen: Counter[int] = Counter()
+        return [None if one.epoch is None else self._why(one.epoch, seen) for one in history]
+
+    def _why(self, epoch: int, seen: Counter[int]) -> Reason:
         seen[epoch] += 1
         past = epoch % self.interval_epochs
+        name = f"epochs {self.interval_epochs}"
         if past:
-            multiple = epoch - past
-            return self.finding(False, f"epochs {self.interval_epochs} ({past} past {multiple})")
+            return self.reason(f"{name} ({past} past {epoch - past})")
         if seen[epoch] > 1:
-            return self.finding(
-                False, f"epochs {self.interval_epochs} ({ordinal(seen[epoch])} newest of {epoch})"
-            )
-        return self.finding(True, f"epochs {self.interval_epochs} (epoch {epoch})", value=epoch)
+            return self.reason(f"{name} ({ordinal(seen[epoch])} newest of {epoch})")
+        return self.reason(f"{name} (epoch {epoch})", value=epoch)
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned(Rule):
+class Pinned(DecidedRule):
     """Keep the pinned checkpoints, as every policy does; the rule expresses "and no others"."""
 
     def __str__(self) -> str:
@@ -276,43 +373,39 @@ class Pinned(Rule):
         """The most checkpoints that it keeps, pinned ones aside; None for any number."""
         return 0
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
-        """Return the findings, newest first."""
-        return [
-            Finding(is_kept=True, reason=pin_reason(checkpoint)) if checkpoint.pins else None
-            for checkpoint in history
-        ]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is pinned."""
+        return [bool(one.pins) for one in history]
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason | None]:
+        """Return the names of the pins."""
+        return [pin_reason(one) if one.pins else None for one in history]
 
 
 @dataclass(frozen=True, slots=True)
-class All(Rule):
+class All(DecidedRule):
     """Keep everything."""
 
     def __str__(self) -> str:
         return "all"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        return [self.finding(True, "all") for _ in history]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return True for each checkpoint."""
+        return [True] * len(history)
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the name of the rule."""
+        return [self.reason("all")] * len(history)
 
 
 def pin_reason(checkpoint: Checkpoint) -> Reason:
     """Return the reason that names all pins of a checkpoint."""
     said = [pin.reason or pin.name for pin in checkpoint.pins if pin.reason or pin.name != "pinned"]
     return Reason(rule="pinned", detail=f"pinned: {', '.join(said)}" if said else "pinned")
-
-
-def only_last(rule: Rule, name: str, found: list[Finding], last: int | None) -> list[Finding]:
-    """Return the findings of a rule that keeps only its `last` newest ones; None for all."""
-    if last is None:
-        return found
-    answer, rank = [], 0
-    for one in found:
-        rank += one.is_kept
-        if one.is_kept and rank > last:
-            one = rule.finding(False, f"{name} ({ordinal(rank)} of {last})", rank=rank, of=last)
-        answer.append(one)
-    return answer
 
 
 def check_last(last: int | None) -> None:

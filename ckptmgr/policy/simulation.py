@@ -9,22 +9,21 @@ have taken later.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.model import Checkpoint, Plan, Reason, Verdict
-from ckptmgr.policy.growing import GrowingHistory
-from ckptmgr.policy.retention import order_key, plan, without_unranked
+from ckptmgr.policy.retention import dropped, order_key, plan, without_unranked
 from ckptmgr.policy.rules import Best, RetentionPolicy
 
 MOST_SAVES = 100_000
 _MOST_EXPLAINED = 500
 """Checkpoints of a history for which each verdict says how near the rules came."""
-_MOST_PLANNED = 5000
-"""Saves of a history under a rule for which `plan` judges all of it each time."""
+_MOST_JUDGED = 15_000_000
+"""Checkpoints that are judged in a replay, over all saves: about 15 seconds."""
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 _NOISE = 0.1
 
@@ -56,24 +55,23 @@ def simulate(history: Sequence[Checkpoint], policy: RetentionPolicy, now: dateti
         CkptmgrError: The history is too long for the rules.
     """
     present: dict[Path, Checkpoint] = {}
-    growing = GrowingHistory(policy.rules, (), dropped=(), protected={})
-    if len(history) > _MOST_PLANNED and not growing.is_followed:
-        raise CkptmgrError(
-            f"{policy} has a rule that looks at all checkpoints after each of {len(history):,} saves",
-            hint=f"choose times that make at most {_MOST_PLANNED:,} saves",
-        )
     gone: list[Verdict] = []
-    peak_count = peak_bytes = size_bytes = 0
-    is_short = len(history) <= _MOST_EXPLAINED
+    peak_count = peak_bytes = size_bytes = judged = 0
+    is_explained = len(history) <= _MOST_EXPLAINED
     for one in sorted(history, key=order_key):
         present[one.path] = one
-        growing.put(one)
         size_bytes += one.size_bytes
         peak_bytes = max(peak_bytes, size_bytes)
-        for verdict in _dropped(growing, present, policy, one, is_explained=is_short):
+        judged += len(present)
+        if judged > _MOST_JUDGED:
+            raise CkptmgrError(
+                f"{policy} keeps {len(present):,} after {len(gone) + len(present):,} of {len(history):,} saves, "
+                "and looks at all of them after each save",
+                hint="choose times that make fewer saves",
+            )
+        for verdict in _dropped([*present.values()], policy, one, is_explained=is_explained):
             gone.append(verdict)
             del present[verdict.checkpoint.path]
-            growing.discard(verdict.checkpoint.path)
             size_bytes -= verdict.checkpoint.size_bytes
         peak_count = max(peak_count, len(present))
     last = plan([*present.values()], policy, now, is_one_line=True)
@@ -86,22 +84,20 @@ def simulate(history: Sequence[Checkpoint], policy: RetentionPolicy, now: dateti
 
 
 def _dropped(
-    growing: GrowingHistory,
-    present: Mapping[Path, Checkpoint],
+    present: Sequence[Checkpoint],
     policy: RetentionPolicy,
     saved: Checkpoint,
     *,
     is_explained: bool,
 ) -> list[Verdict]:
     """Return the verdicts of checkpoints that go after a save; `plan` explains them, but slowly."""
-    dropped = growing.dropped(saved.saved_at, protected={})
-    if dropped is not None and not (dropped and is_explained):
-        why = Reason(rule=str(policy), detail=f"went after the save of step {saved.step}")
-        return [Verdict(checkpoint=one, is_kept=False, nearest=(why,)) for one in dropped]
-    history = [*present.values()]
-    chosen, _ = without_unranked(history, policy)
-    decided = plan(history, chosen, saved.saved_at, is_one_line=True)
-    return [verdict for verdict in decided.verdicts if not verdict.is_kept]
+    applied, _ = without_unranked(present, policy)
+    going = dropped(present, applied, saved.saved_at).checkpoints
+    if going and is_explained:
+        decided = plan(present, applied, saved.saved_at, is_one_line=True)
+        return [verdict for verdict in decided.verdicts if not verdict.is_kept]
+    why = Reason(rule=str(policy), detail=f"went after the save of step {saved.step}")
+    return [Verdict(checkpoint=one, is_kept=False, nearest=(why,)) for one in going]
 
 
 def made_up_history(

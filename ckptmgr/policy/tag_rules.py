@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.rules import Finding, Rule
+from ckptmgr.core.model import Checkpoint, Reason
+from ckptmgr.policy.rules import DecidedRule
 
 _BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
 @dataclass(frozen=True, slots=True)
-class Tagged(Rule):
+class Tagged(DecidedRule):
     """Keep the checkpoints with a tag of this name; `*` and `?` stand for other characters."""
 
     name: str
@@ -27,15 +27,19 @@ class Tagged(Rule):
         name = self.name if is_bare else json.dumps(self.name, ensure_ascii=False)
         return f"tagged({name})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
-        """Return the findings, newest first."""
-        del now
-        return [self._finding(one) for one in history]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint has such a tag."""
+        return [bool(one.tags) and bool(self.tags_of(one)) for one in history]
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason | None]:
+        """Return the tags of each checkpoint that stays."""
+        return [
+            self.reason(f"tagged {', '.join(self.tags_of(one))}") if is_kept else None
+            for one, is_kept in zip(history, stays, strict=True)
+        ]
 
     def tags_of(self, checkpoint: Checkpoint) -> list[str]:
         """Return the tags of a checkpoint that have the name."""
         return [tag for tag in checkpoint.tags if fnmatch.fnmatchcase(tag, self.name)]
-
-    def _finding(self, checkpoint: Checkpoint) -> Finding | None:
-        found = self.tags_of(checkpoint)
-        return self.finding(True, f"tagged {', '.join(found)}") if found else None

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.rules import Finding, Rule, as_utc, check_rule_count, ordinal
+from ckptmgr.core.model import Checkpoint, Reason
+from ckptmgr.policy.rules import DecidedRule, as_utc, check_rule_count, ordinal
 
 _UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "min": 60, "s": 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Within(Rule):
+class Within(DecidedRule):
     """Keep checkpoints less than `age` older than the newest one that is not dated in the future.
 
     Relative to the newest, so that nothing expires while a run is paused; not to one dated in the
@@ -36,21 +36,26 @@ class Within(Rule):
     def __str__(self) -> str:
         return f"within({format_duration(self.age)})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        return [self._find(age) for age in _ages(history, now)]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is young enough."""
+        return [age is None or age < self.age for age in _ages(history, now)]
 
-    def _find(self, age: timedelta | None) -> Finding:
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the age of each checkpoint."""
+        return [self._why(age) for age in _ages(history, now)]
+
+    def _why(self, age: timedelta | None) -> Reason:
         name = f"within {format_duration(self.age)}"
         if age is None or age < timedelta(0):
-            return self.finding(True, f"{name} (dated in the future)")
-        is_kept = age < self.age
+            return self.reason(f"{name} (dated in the future)")
         detail = f"{name} ({format_duration(age)} before the newest)"
-        return self.finding(is_kept, detail, value=age.total_seconds())
+        return self.reason(detail, value=age.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
-class PerPeriod(Rule):
+class PerPeriod(DecidedRule):
     """Keep the newest checkpoint of each of the `count` newest periods (UTC) that have one.
 
     As in restic, periods without a checkpoint do not count, and when the history has fewer periods
@@ -75,32 +80,49 @@ class PerPeriod(Rule):
     def period(self, time: datetime) -> str:
         """Return the name of the period that a UTC time falls in."""
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        findings: list[Finding] = []
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is the newest of one of the periods, or the oldest."""
+        found = [False] * len(history)
+        seen: set[str] = set()
+        before: tuple[int, int] | None = None
+        for i, time in enumerate(_times(history)):
+            hour = time.toordinal(), time.hour
+            if hour == before:  # no period ends within an hour, and names are slow
+                continue
+            before, period = hour, self.period(time)
+            if period not in seen:
+                if len(seen) == self.count:
+                    return found
+                seen.add(period)
+                found[i] = True
+        found[-1] |= len(seen) < self.count
+        return found
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the period of each checkpoint, and its place in there."""
+        reasons: list[Reason] = []
         ranks: dict[str, int] = {}
         sizes: Counter[str] = Counter()
+        period = ""
         for checkpoint in history:
             period = self.period(as_utc(checkpoint.saved_at))
             sizes[period] += 1
             rank = ranks.setdefault(period, len(ranks) + 1)
-            findings.append(self._find(period, rank, sizes[period]))
-        if len(ranks) < self.count and not findings[-1].is_kept:
-            findings[-1] = self.finding(
-                True, f"{self.NAME} (oldest)", rank=len(ranks) + 1, of=self.count
-            )
-        return findings
+            reasons.append(self._why(period, rank, sizes[period]))
+        if stays[-1] and sizes[period] > 1:
+            reasons[-1] = self.reason(f"{self.NAME} (oldest)", rank=len(ranks) + 1, of=self.count)
+        return reasons
 
-    def _find(self, period: str, rank: int, position: int) -> Finding:
+    def _why(self, period: str, rank: int, position: int) -> Reason:
         if rank > self.count:
             detail = f"{self.NAME} ({ordinal(rank)} of {self.count})"
         elif position > 1:
             detail = f"{self.NAME} ({ordinal(position)} newest of {period})"
         else:
-            return self.finding(
-                True, f"{self.NAME} {rank}/{self.count} {period}", rank=rank, of=self.count
-            )
-        return self.finding(False, detail, rank=rank, of=self.count)
+            detail = f"{self.NAME} {rank}/{self.count} {period}"
+        return self.reason(detail, rank=rank, of=self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +182,7 @@ class Yearly(PerPeriod):
 
 
 @dataclass(frozen=True, slots=True)
-class WithinPeriods(Rule):
+class WithinPeriods(DecidedRule):
     """Keep the newest checkpoint of each period (UTC), of those that `within(age)` would keep.
 
     As in restic's `--keep-within-daily`: the oldest checkpoint of the history is kept, too, if it
@@ -177,32 +199,39 @@ class WithinPeriods(Rule):
     def __str__(self) -> str:
         return f"{self.NAME}({format_duration(self.age)})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        findings: list[Finding] = []
-        sizes: Counter[str] = Counter()
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint is young, and the newest of a period or the oldest of all."""
+        seen: set[str] = set()
+        found: list[bool] = []
         for checkpoint, age in zip(history, _ages(history, now), strict=True):
-            period = self.PERIOD.period(as_utc(checkpoint.saved_at))
-            is_young = age is None or age < self.age
-            sizes[period] += is_young
-            is_last = len(findings) == len(history) - 1
-            findings.append(self._find(period, age, is_young, sizes[period], is_last=is_last))
-        return findings
+            is_kept = age is None or age < timedelta(0)
+            if age is None or age < self.age:
+                period = self.PERIOD.period(as_utc(checkpoint.saved_at))
+                is_kept |= period not in seen or len(found) == len(history) - 1
+                seen.add(period)
+            found.append(is_kept)
+        return found
 
-    def _find(
-        self, period: str, age: timedelta | None, is_young: bool, position: int, *, is_last: bool
-    ) -> Finding:
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> Iterator[Reason]:
+        """Yield the period of each checkpoint, and its place in there, or its age."""
+        sizes: Counter[str] = Counter()
+        for checkpoint, age, is_kept in zip(history, _ages(history, now), stays, strict=True):
+            period = self.PERIOD.period(as_utc(checkpoint.saved_at))
+            sizes[period] += age is None or age < self.age
+            yield self._why(period, age, sizes[period], is_kept)
+
+    def _why(self, period: str, age: timedelta | None, position: int, is_kept: bool) -> Reason:
         if age is None or age < timedelta(0):
-            return self.finding(True, f"{self.NAME} (dated in the future)")
-        value = age.total_seconds()
-        if not is_young:
-            detail = f"{self.NAME} ({format_duration(age)} before the newest)"
-            return self.finding(False, detail, value=value)
-        if position > 1 and not is_last:
+            return self.reason(f"{self.NAME} (dated in the future)")
+        if is_kept:
+            detail = f"{self.NAME} {period if position == 1 else 'oldest'}"
+        elif age < self.age:
             detail = f"{self.NAME} ({ordinal(position)} newest of {period})"
-            return self.finding(False, detail, value=value)
-        name = period if position == 1 else "oldest"
-        return self.finding(True, f"{self.NAME} {name}", value=value)
+        else:
+            detail = f"{self.NAME} ({format_duration(age)} before the newest)"
+        return self.reason(detail, value=age.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +275,7 @@ class WithinYearly(WithinPeriods):
 
 
 @dataclass(frozen=True, slots=True)
-class EveryTime(Rule):
+class EveryTime(DecidedRule):
     """Keep the oldest checkpoint, and each one saved at least `interval` after the one kept before.
 
     As Orbax's policies of intervals count. Those dated in the future are kept and end no interval.
@@ -261,28 +290,49 @@ class EveryTime(Rule):
     def __str__(self) -> str:
         return f"every({format_duration(self.interval)})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        name = f"every {format_duration(self.interval)}"
-        found: list[Finding] = []
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return whether each checkpoint ends an interval, or is dated in the future."""
+        latest = as_utc(now)
+        found = []
         kept: datetime | None = None
         for checkpoint in reversed(history):
             time = as_utc(checkpoint.saved_at)
-            if time > as_utc(now):
-                found.append(self.finding(True, f"{name} (dated in the future)"))
-            elif kept is None or time - kept >= self.interval:
-                detail = f"{name} (oldest)" if kept is None else name
-                found.append(self.finding(True, detail))
+            is_kept = time > latest or kept is None or time - kept >= self.interval
+            if is_kept and time <= latest:
                 kept = time
-            else:
-                past = time - kept
-                detail = f"{name} ({format_duration(max(past, timedelta(0)))} after the one kept)"
-                found.append(self.finding(False, detail, value=past.total_seconds()))
+            found.append(is_kept)
         return found[::-1]
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return how long after the one kept before it each checkpoint was saved."""
+        reasons: list[Reason] = []
+        kept: datetime | None = None
+        for checkpoint, is_kept in zip(reversed(history), reversed(stays), strict=True):
+            time = as_utc(checkpoint.saved_at)
+            reasons.append(self._why(time, kept, is_kept, is_future=time > as_utc(now)))
+            if is_kept and time <= as_utc(now):
+                kept = time
+        return reasons[::-1]
+
+    def _why(
+        self, time: datetime, kept: datetime | None, is_kept: bool, *, is_future: bool
+    ) -> Reason:
+        name = f"every {format_duration(self.interval)}"
+        if is_future:
+            return self.reason(f"{name} (dated in the future)")
+        if kept is None:
+            return self.reason(f"{name} (oldest)")
+        if is_kept:
+            return self.reason(name)
+        past = time - kept
+        detail = f"{name} ({format_duration(max(past, timedelta(0)))} after the one kept)"
+        return self.reason(detail, value=past.total_seconds())
 
 
 @dataclass(frozen=True, slots=True)
-class PerMinutes(Rule):
+class PerMinutes(DecidedRule):
     """Thin out as MindSpore's `keep_checkpoint_per_n_minutes` does.
 
     Of the checkpoints less than `minutes` older than the newest, keep the oldest; keep the newest
@@ -298,26 +348,38 @@ class PerMinutes(Rule):
     def __str__(self) -> str:
         return f"per_minutes({self.minutes})"
 
-    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
-        """Return the findings, newest first."""
-        newest = as_utc(history[0].saved_at)
-        ages_s = [(newest - as_utc(item.saved_at)).total_seconds() for item in history]
+    def stays(self, history: Sequence[Checkpoint], now: datetime) -> list[bool]:
+        """Return False for each checkpoint of the window but its oldest."""
+        ages_s = self._ages_s(history)
         window = [i for i, age_s in enumerate(ages_s) if i > 0 and 0 <= age_s < 60 * self.minutes]
         oldest = max(window, key=lambda i: (ages_s[i], i), default=0)
         dropped = set(window) - {oldest}
+        return [i not in dropped for i in range(len(history))]
+
+    def why(
+        self, history: Sequence[Checkpoint], now: datetime, stays: Sequence[bool]
+    ) -> list[Reason]:
+        """Return the age of each checkpoint."""
         name = f"per_minutes {self.minutes}"
         return [
-            self.finding(False, f"{name} (one of the window is older)", value=age_s)
-            if i in dropped
-            else self.finding(True, name, value=age_s)
-            for i, age_s in enumerate(ages_s)
+            self.reason(name if is_kept else f"{name} (one of the window is older)", value=age_s)
+            for age_s, is_kept in zip(self._ages_s(history), stays, strict=True)
         ]
+
+    def _ages_s(self, history: Sequence[Checkpoint]) -> list[float]:
+        newest = as_utc(history[0].saved_at)
+        return [(newest - as_utc(one.saved_at)).total_seconds() for one in history]
+
+
+def _times(history: Sequence[Checkpoint]) -> list[datetime]:
+    """Return when each one was saved, in UTC."""
+    return [time if (time := one.saved_at).tzinfo is UTC else as_utc(time) for one in history]
 
 
 def _ages(history: Sequence[Checkpoint], now: datetime) -> list[timedelta | None]:
     """Return how much older each one is than the newest not dated in the future; None without one."""
-    times = [as_utc(checkpoint.saved_at) for checkpoint in history]
-    reference = max((time for time in times if time <= as_utc(now)), default=None)
+    times, latest = _times(history), as_utc(now)
+    reference = max([time for time in times if time <= latest], default=None)
     return [None if reference is None else reference - time for time in times]
 
 

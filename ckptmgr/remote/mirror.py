@@ -39,9 +39,9 @@ from ckptmgr.core.names import check_is_run
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.printable import error_text
 from ckptmgr.objects.comparison import Difference
-from ckptmgr.objects.directory import RemoteDirectory, Uploaded
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.directory import Uploaded
 from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
@@ -57,6 +57,7 @@ from ckptmgr.remote.fallback import (
 )
 from ckptmgr.remote.places import note_mirror
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.applied import drop
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -161,8 +162,8 @@ class MirrorUploads:
         self._observers = observers
         self._clock = clock
         self._objects = open_objects(mirror.url) if objects is None else objects
-        self.directory = RemoteDirectory(self._objects, clock=clock)
-        self.listing = remote_store(self._objects, trust=writer.store.trust)
+        self.listing = ObjectPlace(self._objects, trust=writer.store.trust, clock=clock)
+        self.directory = self.listing.remote
         self._is_of_parent = False
         self._reset()
         reset_in_child(self)
@@ -441,14 +442,14 @@ class MirrorUploads:
 
         Only a run that could not ask when it resumed asks again.
         """
-        here = self._unasked
-        if self._writer.rival is not None:
-            self._stop(self._writer.rival)
+        here, began, rival = self._unasked, self._writer.resumed_from, self._writer.rival
+        if rival is not None:
+            self._give_up(rival)
             return False
         if here is None:
             return True
         related: Sequence[Checkpoint] = ()
-        if self._writer.resumed_from is not None:
+        if began is not None:
             related = ask_for_newer(self.directory, here, trust=self._store.trust).related
         with self._changed:
             is_asked_meanwhile = self._unasked is not here
@@ -461,17 +462,18 @@ class MirrorUploads:
         ]
         if newer:
             newest = max(newer, key=lambda one: one.order)
-            self._stop(_rival(newest, here, f"{self.url}/{newest.name}"))
+            error = _rival(newest, here, f"{self.url}/{newest.name}")
+            if not self._writer.stop(error, began=began):  # it has begun anew meanwhile
+                return self._is_sole_writer()
+            _LOG.warning("%s", error)
+            self._observers.emit("mirror", error, series=self._writer.series)
+            self._give_up(error)
             return False
         self._writer.hold_back((), "")
         return True
 
-    def _stop(self, error: StoreLocked) -> None:
-        """Refuse the saves of the run from now on, and give up all uploads."""
-        if self._writer.rival is None:
-            self._writer.rival = error
-            _LOG.warning("%s", error)
-            self._observers.emit("mirror", error, series=self._writer.series)
+    def _give_up(self, error: StoreLocked) -> None:
+        """Give up all uploads."""
         with self._changed:
             queued = (*self._missing, *self._waiting, self._current)
             self._missing, self._waiting, self._has_to_catch_up = [], [], False
@@ -565,11 +567,13 @@ class MirrorUploads:
         if policy is None:
             return
         try:
-            own = self._own(self.listing.scan())
+            present = self.listing.scan()
+            own = self._own(present)
             if not any(one.is_countable for one in own):
                 return
             dropped = self._plan(own, policy).dropped
-            self.directory.remove(dropped)
+            for failed in drop(self.listing, dropped, present=present):
+                raise failed
             if not self._has_swept:
                 self.directory.sweep()
                 self._has_swept = True

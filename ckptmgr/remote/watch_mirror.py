@@ -27,12 +27,12 @@ from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import counted_together, plan_with
 from ckptmgr.maintenance.watch.directory import problem_of
 from ckptmgr.maintenance.watch.mirroring import Upload
-from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.filesystem import remote_store
 from ckptmgr.objects.paths import UrlPath
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.store.applied import drop
 from ckptmgr.store.store import Store
 
 _RETRY_S = 1.0
@@ -94,8 +94,7 @@ class _Place:
 
     path: Path
     store: Store
-    remote: RemoteDirectory
-    listing: Store
+    remote: ObjectPlace
     wanted: dict[str, Checkpoint] = field(default_factory=dict)
     there: set[str] | None = None
     failures: int = 0
@@ -104,7 +103,7 @@ class _Place:
 
     @property
     def address(self) -> str:
-        return str(self.remote.path)
+        return str(self.remote.directory)
 
 
 class WatchMirror:
@@ -144,8 +143,7 @@ class WatchMirror:
         return _Place(
             path=path,
             store=Store(path, trust=trust),
-            remote=RemoteDirectory(stoppable, clock=self._clock),
-            listing=remote_store(stoppable, trust=trust),
+            remote=ObjectPlace(stoppable, trust=trust, clock=self._clock),
         )
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -246,7 +244,7 @@ class WatchMirror:
         self._wake()
 
     def _list(self, place: _Place) -> Upload:
-        found = place.listing.scan()
+        found = place.remote.scan()
         removed: tuple[Checkpoint, ...] = ()
         problem = None
         if self._keep is not None and self._dropped(place, found, self._keep):
@@ -266,9 +264,9 @@ class WatchMirror:
         address = f"{place.address}/{one.name}"
         done = Upload(directory=place.path, address=address, outcome="present", checkpoint=one)
         is_there = place.there is not None and one.name in place.there
-        if not is_there and one.path not in self._kept(place, [*place.listing.scan(), one]):
+        if not is_there and one.path not in self._kept(place, [*place.remote.scan(), one]):
             return replace(done, outcome="left out")
-        if not place.remote.upload(place.store, one.name):
+        if not place.remote.remote.upload(place.store, one.name):
             return done
         removed, problem = self._retain(place)
         if place.there is not None:
@@ -327,10 +325,12 @@ class WatchMirror:
         if self._keep is None:
             return (), None
         try:
-            dropped = self._dropped(place, place.listing.scan(), self._keep)
-            place.remote.remove(dropped)
+            present = place.remote.scan()
+            dropped = self._dropped(place, present, self._keep)
+            for failed in drop(place.remote, dropped, present=present):
+                raise failed
             if not place.has_swept:
-                place.remote.sweep()
+                place.remote.remote.sweep()
                 place.has_swept = True
         except (CkptmgrError, OSError) as error:
             return (), f"retention at {place.address}: {problem_of(error)}"

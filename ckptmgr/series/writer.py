@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -28,26 +27,30 @@ from ckptmgr.files.save.job import (
     SaveFacts,
     SaveJob,
     SaveOptions,
-    SaveOrder,
     draft_entry,
 )
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
-from ckptmgr.io.space_errors import is_helped_by_removal
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.lines import lines_of, meant_line
-from ckptmgr.policy.retention import plan, replaced_emergencies, without_unranked
+from ckptmgr.policy.retention import (
+    dropped,
+    plan,
+    replaced_emergencies,
+    without_unranked,
+)
 from ckptmgr.policy.rules import RetentionPolicy, text_of
-from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
-from ckptmgr.series.followed_history import FollowedHistory, Retained, RetentionBasis
+from ckptmgr.series.candidates import Candidates, Skipped
+from ckptmgr.series.commit import Alone, BegunSave, Commit, Here, Target
+from ckptmgr.store.applied import drop
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:
-    from ckptmgr.store.shards import RankFiles
+    pass
 
 _LOG = logging.getLogger(__name__)
 # Longest wait for the worker process of a killed run, which ends when its last write returns.
@@ -64,33 +67,20 @@ class SavePosition(NamedTuple):
     previous: Link | None
 
 
-class BegunSave:
-    """A save with a name and a position in its series; it is committed or abandoned once."""
+class Retained(NamedTuple):
+    """Decision of a policy about the checkpoints of a run.
 
-    def __init__(self, writer: SeriesWriter, job: SaveJob, order: SaveOrder) -> None:
-        self._writer = writer
-        self._job = job
-        self.order = order
+    Attributes:
+        dropped: The checkpoints that go, newest first.
+        kept: Number of checkpoints of the run that stay.
+        needed: The newest countable one of them, because of which the others may go.
+        present: All checkpoints of the directory.
+    """
 
-    def commit(self, manifest: Manifest) -> Checkpoint:
-        """Record the published file; return its checkpoint."""
-        return self._writer.publish(manifest)
-
-    def make_room(self, error: StoreFull) -> bool:
-        """Remove the checkpoints that the policy of the job drops; return whether the write may be tried again."""
-        retention = self._job.retention
-        if retention is None or not is_helped_by_removal(error):
-            return False
-        return self._writer.make_room(retention, error)
-
-    def abandon(self, error: Exception) -> None:
-        """Record that the save failed; it left no file."""
-        self._writer.note_failed(error)
-
-    def end(self) -> None:
-        """Apply the retention policy of the job; call it only after the checkpoint is durable."""
-        if self._job.retention is not None:
-            self._writer.retain(self._job.retention)
+    dropped: Sequence[Checkpoint]
+    kept: int
+    needed: Sequence[Checkpoint]
+    present: Sequence[Checkpoint]
 
 
 class SeriesWriter:
@@ -98,9 +88,9 @@ class SeriesWriter:
 
     `ways_out` ends the warning of a run that was not resumed.
 
-    `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
-    some seconds. `run_id` is random by default. `rank_files` are cleaned up, too. `listing` is the
-    directory that is listed and read, if another one than `store`, into which files are written.
+    Files are written into `store`; `listing` is the place that is listed and read. `clock` returns
+    seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for some seconds.
+    `run_id` is random by default. `commit` and `target` make the strategies (see `series.commit`).
     """
 
     ways_out = 'call resume() before the first step; to begin beside it on purpose, resume(state, Resume(start="new"))'
@@ -116,12 +106,10 @@ class SeriesWriter:
         observers: Observers = REGISTERED,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
-        rank_files: RankFiles | None = None,
-        listing: Store | None = None,
+        commit: Callable[[SeriesWriter], Commit] = Alone,
+        target: Callable[[SeriesWriter], Target] = Here,
     ) -> None:
         self.store = store
-        self.listing = store if listing is None else listing
-        self._rank_files = rank_files
         self.series = series
         self.options = options
         self.run_id = run_id if run_id is not None else uuid.uuid4().hex
@@ -132,14 +120,16 @@ class SeriesWriter:
         self._damaged: dict[tuple[Path, str | None], str] = {}
         self.rival: StoreLocked | None = None
         self._held_back: dict[Path, str] = {}
-        self._clock = clock
-        self._monotonic = monotonic
+        self.clock = clock
+        self.monotonic = monotonic
         self._pause = pause
         self._observers = observers
-        self._followed = FollowedHistory(self.listing)
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
+        self.target = target(self)
+        self.listing = self.target.place
+        self.commit = commit(self)
         reset_in_child(self)
 
     def forget_parent(self) -> None:
@@ -154,44 +144,33 @@ class SeriesWriter:
     @property
     def is_first(self) -> bool:
         """Whether this process removes, pins and counts starts: only one of a run may."""
-        return True
+        return self.commit.is_first
+
+    @property
+    def is_holder(self) -> bool:
+        """Whether this process holds the lease."""
+        return self._holder == os.getpid()  # not the lease of a parent
 
     def take_series(self, choose: Callable[[], str]) -> None:
         """Switch to the unused series that `choose` returns, before the first save."""
-        self.series = choose()
+        self.series = self.commit.take_series(choose)
 
     def prepare(self) -> None:
         """Prepare for a save or a resumption; the ranks of a run do it together."""
-        self.open()
+        self.commit.prepare()
 
     def first_that_loads(
         self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-        """Return the first candidate that loads; see `candidates.first_that_loads`."""
-        found = first_that_loads(candidates, self.listing.fs)
-        self._note_damaged(found[2])
-        return found
+        """Return the first candidate that loads, in all processes; see `Commit.first_that_loads`.
 
-    def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
-        """Record proven damage: retention must neither count nor remove these checkpoints."""
-        for one in skipped:
+        Retention must neither count nor remove those that are proven to be damaged.
+        """
+        found = self.commit.first_that_loads(candidates)
+        for one in found[2]:
             if one.is_damaged:
                 self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
-
-    def all_prepared(self) -> AbstractContextManager[None]:
-        """Leave the `with` block once every process of the run has run its own without an error.
-
-        Raises:
-            Exception: From the block, here or in another process.
-        """
-        return contextlib.nullcontext()
-
-    def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
-        """Return the steps up to `target` that every process of the run has a copy of in memory.
-
-        `steps` are those of this process.
-        """
-        return [step for step in steps if step <= target]
+        return found
 
     def open(self) -> None:
         """Take the lease and clean up after dead writers; a lease that is already held is checked.
@@ -200,11 +179,23 @@ class SeriesWriter:
             StoreLocked: Another live process writes this series, or this one has lost the lease;
                 `close` releases it.
         """
+        if self.is_first:
+            self.target.open(self._hold)
+
+    def _hold(self) -> None:
         with defer_signals(), self._opening:
-            if self._holder == os.getpid():  # not the lease of a parent
+            if self.is_holder:
                 self.store.leases.check(self.series)
             else:
                 self._open()
+
+    def hold_again(self) -> None:
+        """Take a lost lease again, and remove nothing: a save in flight may still need its file."""
+        with defer_signals(), self._opening:
+            self._release()
+            self._take_lease()
+            self._holder = os.getpid()
+            self.store.follow()
 
     def _open(self) -> None:
         self._take_lease()
@@ -225,7 +216,7 @@ class SeriesWriter:
         """Take the lease; wait up to `_ENDING_S` for the worker process of a killed run."""
         stop: float | None = None
         while (locked := self._lease_refused()) is not None:
-            now = self._monotonic()
+            now = self.monotonic()
             if not locked.is_ending or (stop is not None and now >= stop):
                 raise locked
             if stop is None:
@@ -244,27 +235,46 @@ class SeriesWriter:
 
     def clean_up(self) -> list[str]:
         """Remove the leftovers of dead writers under the lease; return one sentence per action."""
-        files = self.store if self._rank_files is None else self._rank_files
-        return files.recover(self.series)
+        sentences = self.commit.recover()
+        self.target.clean_up()
+        return sentences
 
     def close(self) -> None:
         """Release the lease."""
         with defer_signals(), self._opening:
-            self._holder = None
-            self.store.catalogue.stop()
-            self._lease.close()
+            self.target.close(self._release)
+
+    def _release(self) -> None:
+        self._holder = None
+        self.store.catalogue.stop()
+        self._lease.close()
 
     def start_anew(self) -> None:
         """Record that this run continues none of the present checkpoints, because it was asked to.
 
         Its checkpoints so far count as those of another run.
         """
-        if self._last_saved is not None:
-            self.run_id = uuid.uuid4().hex
-        self.resumed_from, self.parent_run_ids = None, ()
-        self.starts_anew = True
-        self.rival = None
+        with self._opening:
+            if self._last_saved is not None:
+                self.run_id = uuid.uuid4().hex
+            self.resumed_from, self.parent_run_ids = None, ()
+            self.starts_anew = True
+            self.rival = None
         self.hold_back((), "")
+        self.target.begin_at()
+
+    def stop(self, rival: StoreLocked, *, began: Checkpoint | None) -> bool:
+        """Refuse the saves of the run from now on, if it still continues `began`; return whether."""
+        with self._opening:
+            if self.resumed_from is not began:
+                return False
+            self.rival = rival
+            return True
+
+    @property
+    def last_saved(self) -> Checkpoint | None:
+        """The last checkpoint that this run has committed."""
+        return self._last_saved
 
     @property
     def has_saved(self) -> bool:
@@ -278,7 +288,8 @@ class SeriesWriter:
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Continue the run of a checkpoint: its checkpoints now count as those of this run."""
-        self.resumed_from, self.starts_anew, self.rival = checkpoint, False, None
+        with self._opening:
+            self.resumed_from, self.starts_anew, self.rival = checkpoint, False, None
         self._damaged.pop((checkpoint.path, checkpoint.id), None)  # a mirror had it whole
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)
@@ -286,6 +297,7 @@ class SeriesWriter:
             self.parent_run_ids = tuple(
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
+        self.target.begin_at()
 
     def hold_back(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
         """Keep these checkpoints, and no longer those of the last call, whatever the policy says."""
@@ -297,35 +309,12 @@ class SeriesWriter:
         self.parent_run_ids = tuple(dict.fromkeys(one for one in parents if one != self.run_id))
 
     def begin(self, job: SaveJob) -> BegunSave:
-        """Take the lease, and choose the name and the position of a save.
-
-        Raises:
-            StoreLocked: Another live process writes this series, or its mirror.
-        """
-        self.open()
-        if self.rival is not None:
-            raise self.rival
-        options = job.options or self.options
-        present = self.present_at(job.facts.step)
-        name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
-        facts = replace(job.facts, attempt=attempt)
-        place = self.next_place(facts, present)
-        draft = self.draft(name, options, facts, place=place, retention=job.retention)
-        order = SaveOrder(
-            name=name,
-            items=job.items,
-            options=options,
-            series=self.series,
-            draft=draft,
-            metadata=job.metadata,
-        )
-        return BegunSave(self, job, order)
+        """Take the lease, and choose the name and the position of a save; see `Commit.begin`."""
+        return self.commit.begin(job)
 
     def present_at(self, step: int) -> Sequence[Checkpoint]:
         """Return the checkpoints that decide name, number and predecessor of a save."""
-        last = self._last_saved
-        near = None if last is None else self.listing.scan_near(step, last.sequence)
-        return self.listing.scan() if near is None else near
+        return self.target.present_at(step, self._last_saved)
 
     def save(
         self,
@@ -349,11 +338,9 @@ class SeriesWriter:
         return begun.commit(manifest)
 
     def publish(self, manifest: Manifest) -> Checkpoint:
-        """Make a checkpoint of a written file, which here it is already; return it."""
+        """Make a checkpoint of a written file; return it. Raises as `Target.publish`."""
+        self.target.publish(manifest)
         return self.note_saved(manifest)
-
-    def note_failed(self, error: Exception) -> None:
-        """Add a note to the error of a file that could not be written, where that helps."""
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> SavePosition:
         """Return the position of the next save; `present` lists the directory."""
@@ -405,6 +392,7 @@ class SeriesWriter:
 
         It records `retention`, so that `ckptmgr prune` applies the policy of the run.
         """
+        keep = text_of(retention)
         return Manifest(
             file=draft_entry(name, options),
             series=self.series,
@@ -414,11 +402,12 @@ class SeriesWriter:
             step=facts.step,
             attempt=place.attempt,
             sequence=place.sequence,
-            saved_at=datetime.fromtimestamp(self._clock() if facts.at is None else facts.at, UTC),
+            saved_at=datetime.fromtimestamp(self.clock() if facts.at is None else facts.at, UTC),
             epoch=facts.epoch,
             why=facts.why,
             metrics=dict(facts.metrics or {}),
-            keep=text_of(retention),
+            keep=keep,
+            keep_at=None if keep is None else self.target.keep_at(),
             stats={},
             previous=place.previous,
         )
@@ -452,38 +441,27 @@ class SeriesWriter:
         Raises:
             UnsafePrune: The policy is refused.
         """
-        return self._judged(policy, self._own(self.listing.scan()))[0]
-
-    def _judged(
-        self, policy: RetentionPolicy, own: Sequence[Checkpoint]
-    ) -> tuple[Plan, RetentionPolicy]:
-        """Return the plan for a history, and the policy that could be applied."""
-        applied, changed = without_unranked(own, policy)
-        decided = plan(own, applied, self._utc_now(), protected=self._protected())
-        if changed is not None and decided.dropped and not self._has_said_unranked:
-            self._has_said_unranked = True
-            _LOG.warning("retention: %s", changed)
-        return decided, applied
+        own = self._own(self.listing.scan())
+        applied, _ = without_unranked(own, policy)
+        return plan(own, applied, self._utc_now(), protected=self._protected())
 
     def _decided(self, policy: RetentionPolicy) -> Retained:
-        basis = RetentionBasis(policy=policy, lineage=self.own_runs, damaged=len(self._damaged))
-        protected = self._protected()
-        found = self._followed.dropped(basis, self._known, self._utc_now(), protected=protected)
-        if found is not None:
-            return found
+        """Return the checkpoints that a policy drops now."""
         present = self.listing.scan()
-        own = self._own(present)
-        decided, applied = self._judged(policy, own)
-        if applied is policy or self._has_said_unranked:
-            whole = [c for c in present if c.run_id in basis.lineage and c.state is State.OK]
-            listed = [self._known(one) for one in whole]
-            self._followed.begin(basis, applied, listed, decided, protected=protected)
+        lineage = self.own_runs
+        own = [one for one in present if one.run_id in lineage]
+        own = [self._known(one) for one in own] if self._damaged else own
+        applied, changed = without_unranked(own, policy)
+        going, newest = dropped(own, applied, self._utc_now(), protected=self._protected())
+        if changed is not None and going and not self._has_said_unranked:
+            self._has_said_unranked = True
+            _LOG.warning("retention: %s", changed)
         # The newest alone: looking at each of many would take longer than the save.
-        needed = [one for one in decided.kept if one.is_countable][:1]
-        return Retained(decided.dropped, len(decided.kept), needed, present)
+        needed = [] if newest is None else [newest]
+        return Retained(going, len(own) - len(going), needed, present)
 
     def _utc_now(self) -> datetime:
-        return datetime.fromtimestamp(self._clock(), UTC)
+        return datetime.fromtimestamp(self.clock(), UTC)
 
     def _protected(self) -> dict[Path, str]:
         protected = dict(self._held_back)
@@ -495,6 +473,7 @@ class SeriesWriter:
 
     def check_can_change(self) -> None:
         """Raise UnsupportedCheckpoint where no manifest can be changed after its save."""
+        self.target.check_can_change()
 
     def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         """Add metrics to a committed checkpoint, on rank 0; log a failure."""
@@ -514,17 +493,30 @@ class SeriesWriter:
     def retain(self, policy: RetentionPolicy) -> Retained | None:
         """Apply a retention policy to the checkpoints of this run, only after a durable save.
 
-        Returns None if the policy was refused or the directory cannot be listed.
-
-        A failed removal is logged and not raised, because the save succeeded.
+        Returns None if the policy was refused or the directory cannot be listed, and in a process
+        that removes nothing. A failure is logged and not raised, because the save succeeded.
         """
+        if not self.is_first:
+            return None
+        decided = self._retain(policy)
+        self.target.retained()
+        try:
+            for sentence in self.commit.collect():
+                _LOG.warning("%s: %s", self.store.directory, sentence)
+        except OSError as error:
+            _LOG.warning("retention: %s", error)
+        return decided
+
+    def _retain(self, policy: RetentionPolicy) -> Retained | None:
         started = time.perf_counter()
         if self.rival is not None:
             return None
         try:
             with defer_signals(), self.changing:
                 decided = self._decided(policy)
-                failures = self.remove(decided.dropped, decided.present, needed=decided.needed)
+                failures = self._drop(
+                    decided.dropped, needed=decided.needed, present=decided.present
+                )
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             self._observers.emit("prune", error, path=self.listing.directory, series=self.series)
@@ -546,16 +538,15 @@ class SeriesWriter:
         started = time.perf_counter()
         try:
             with defer_signals(), self.changing:
-                present = self.listing.scan()
-                decided = self._judged(policy, self._own(present))[0]
-                needed = [one for one in decided.kept if one.is_countable][:1]
+                decided = self._decided(policy)
+                needed = decided.needed
                 enough = full.missing_bytes or (needed[0].size_bytes if needed else 0)
-                dropped = _oldest(decided.dropped, enough) if needed else []
-                if sum(one.size_bytes for one in dropped) < (full.missing_bytes or 0):
+                going = _oldest(decided.dropped, enough)
+                if sum(one.size_bytes for one in going) < full.missing_bytes:
                     return False  # it would not fit all the same
-                failures = self._remove(dropped, present, needed=needed, is_after_save=False)
-                left = {one.path for one in self.listing.scan()} if dropped else ()
-                gone = [one for one in dropped if one.path not in left]
+                failures = self._drop(going, needed=needed, present=None)
+                left = {one.path for one in self.listing.scan()} if going else ()
+                gone = [one for one in going if one.path not in left]
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             return False
@@ -565,9 +556,9 @@ class SeriesWriter:
             names = ", ".join(one.name for one in gone)
             reason = f"{self.store.directory}: {full.message}"
             _LOG.warning("%s; to make room, removed what %s drops: %s", reason, policy, names)
-            kept = len(decided.verdicts) - len(gone)
-            decision = Retained(gone, kept, needed, present)
-            self._tell_pruned(decision, failures, seconds=time.perf_counter() - started)
+            kept = decided.kept + len(decided.dropped) - len(gone)
+            removed = decided._replace(dropped=gone, kept=kept)
+            self._tell_pruned(removed, failures, seconds=time.perf_counter() - started)
         return bool(gone)
 
     def make_room_for_next(self, policy: RetentionPolicy | None) -> None:
@@ -592,9 +583,9 @@ class SeriesWriter:
                     newest, present, self.own_runs, has_restarts=has_restarts
                 )
                 protected = self._protected().keys() - {newest.path}
-                dropped = [one for one in replaced if one.path not in protected]
+                replaceable = [one for one in replaced if one.path not in protected]
                 needed = [one for one in present if one.path == newest.path]
-                failures = self.remove(dropped if needed else [], present, needed=needed)
+                failures = self._drop(replaceable if needed else [], needed=needed, present=present)
         except OSError as error:
             failures = [error]
         for failure in failures:
@@ -617,46 +608,18 @@ class SeriesWriter:
             notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
         )
 
-    def remove(
+    def _drop(
         self,
-        dropped: Sequence[Checkpoint],
-        present: Sequence[Checkpoint],
+        going: Sequence[Checkpoint],
         *,
         needed: Sequence[Checkpoint],
+        present: Sequence[Checkpoint] | None,
     ) -> Sequence[Exception]:
         """Remove checkpoints because of the `needed` ones that stay; return what failed.
 
-        They were listed after a durable save.
+        `present` are all that were listed after a durable save; None where there was none.
         """
-        return self._remove(dropped, present, needed=needed, is_after_save=True)
-
-    def _remove(
-        self,
-        dropped: Sequence[Checkpoint],
-        present: Sequence[Checkpoint],
-        *,
-        needed: Sequence[Checkpoint],
-        is_after_save: bool,
-    ) -> Sequence[Exception]:
-        # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
-        failures: list[Exception] = []
-        by_series: dict[str, list[Checkpoint]] = {}
-        paths = {checkpoint.path for checkpoint in dropped}
-        staying = [checkpoint for checkpoint in present if checkpoint.path not in paths]
-        for checkpoint in present:
-            if checkpoint.path in paths:
-                by_series.setdefault(checkpoint.series, []).append(checkpoint)
-        for series, checkpoints in by_series.items():
-            try:
-                if series == self.series:
-                    known = staying if is_after_save else None
-                    failures += self.store.remove(checkpoints, needed=needed, staying=known)
-                else:
-                    with self.store.lease(series):
-                        failures += self.store.remove(checkpoints, needed=needed)
-            except (StoreLocked, CkptmgrError) as error:
-                failures.append(error)
-        return failures
+        return drop(self.listing, going, needed=needed, present=present, held=(self.series,))
 
 
 def _oldest(newest_first: Sequence[Checkpoint], size_bytes: int) -> list[Checkpoint]:

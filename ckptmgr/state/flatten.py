@@ -22,7 +22,7 @@ from ckptmgr.state.arrays import Framework, framework_of
 from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.frames import (
     WAY_OUT,
-    OpenFrame,
+    ContainerFrame,
     Part,
     mapping_parts,
     module_frame,
@@ -80,7 +80,7 @@ class Flattener:
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
         self._usual_types = () if slicer is not None else _usual_types()
-        self._frames: list[OpenFrame] = []
+        self._frames: list[ContainerFrame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
         self._ends: list[tuple[object, int]] = []
@@ -201,13 +201,13 @@ class Flattener:
             raise unsupported(path, f"is a {type_name(value)}", way_out)
         return False
 
-    def _frame(self, value: Any, path: Path, depth: int) -> OpenFrame | None:
+    def _frame(self, value: Any, path: Path, depth: int) -> ContainerFrame | None:
         unknown: Any = value
         kind = _CONTAINERS.get(type(value))
         match kind:
             case "dict" | "counter" | "defaultdict":
                 parts = mapping_parts(value, path)
-                return OpenFrame(
+                return ContainerFrame(
                     parts, path, "key", depth, [{kind: len(value)}], id(value), id(value)
                 )
             case "ordered":
@@ -219,7 +219,7 @@ class Flattener:
                 return sequence_frame(value, path, depth, end=ends)
         if is_config(value):
             parts = iter([((), config_content(value), None)])
-            return OpenFrame(parts, path, None, depth, (), id(value), id(value))
+            return ContainerFrame(parts, path, None, depth, (), id(value), id(value))
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
             names: list[Node] = [str(field) for field in fields]
@@ -227,7 +227,9 @@ class Flattener:
             return sequence_frame(value, path, depth, end=[end])
         if type(value) in (set, frozenset):
             tie = id(value) if type(value) is set else None
-            return OpenFrame(iter(()), path, None, depth, set_nodes(value, path), id(value), tie)
+            return ContainerFrame(
+                iter(()), path, None, depth, set_nodes(value, path), id(value), tie
+            )
         if type(value) is io.BytesIO:
             return stream_frame(value, path, depth)
         if type(value) is ModuleType:
@@ -236,9 +238,11 @@ class Flattener:
         if found is not None:
             node, state = found
             key = generator_key(value)
-            return OpenFrame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
+            return ContainerFrame(
+                iter([((), state, None)]), path, None, depth, [node], id(value), key
+            )
         if self._is_dry and (_has(value, "state_dict") or _has(value, "load_state_dict")):
-            return OpenFrame(iter(()), path, None, depth, (), id(value))
+            return ContainerFrame(iter(()), path, None, depth, (), id(value))
         if _has(value, "state_dict"):
             try:
                 inner = unknown.state_dict()
@@ -246,7 +250,7 @@ class Flattener:
                 add_note(error, f"while saving {path}")
                 raise
             parts = iter([((), inner, None)])
-            return OpenFrame(parts, path, "object", depth, (), id(value), id(value))
+            return ContainerFrame(parts, path, "object", depth, (), id(value), id(value))
         record = record_of(value)
         return None if record is None else record_frame(record, value, path, depth)
 
@@ -312,7 +316,7 @@ class Flattener:
         values: list[Part] = [((), part, name) for name, part in parts.items()]
         self._held.append(value)
         self._frames.append(
-            OpenFrame(iter(values), path, "key", depth + 1, [node], None, id(value))
+            ContainerFrame(iter(values), path, "key", depth + 1, [node], None, id(value))
         )
 
     def _add(self, leaf: Leaf) -> None:

@@ -21,7 +21,7 @@ Part = tuple[Sequence[Node], object, object]
 """Nodes to write before a value, the value, and its key or index."""
 
 
-class OpenFrame(NamedTuple):
+class ContainerFrame(NamedTuple):
     """A container whose parts are being encoded."""
 
     parts: Iterator[Part]
@@ -46,7 +46,7 @@ def mapping_parts(value: Any, path: Path) -> Iterator[Part]:
     return iter(parts)
 
 
-def ordered_frame(value: Any, path: Path, depth: int) -> OpenFrame:
+def ordered_frame(value: Any, path: Path, depth: int) -> ContainerFrame:
     """Return the frame of an OrderedDict, with the metadata that torch attaches to it."""
     extra = vars(value)
     if extra.keys() - {"_metadata"}:
@@ -54,44 +54,44 @@ def ordered_frame(value: Any, path: Path, depth: int) -> OpenFrame:
     parts = mapping_parts(value, path)
     end: list[Node] = [{"ordered": len(value)}]
     if not extra:
-        return OpenFrame(parts, path, "key", depth, end, id(value), id(value))
+        return ContainerFrame(parts, path, "key", depth, end, id(value), id(value))
     # torch keeps the versions of its modules there, for load_state_dict.
     metadata: list[Part] = [(end, extra["_metadata"], "_metadata")]
     end = [{"with_metadata": 2}]
-    return OpenFrame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
+    return ContainerFrame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
 
 
-def sequence_frame(value: Any, path: Path, depth: int, *, end: list[Node]) -> OpenFrame:
+def sequence_frame(value: Any, path: Path, depth: int, *, end: list[Node]) -> ContainerFrame:
     """Return the frame of a list, tuple or deque."""
     parts: list[Part] = [((), child, index) for index, child in enumerate(value)]
     tie = id(value) if isinstance(value, list | deque) else None
-    return OpenFrame(iter(parts), path, "index", depth, end, id(value), tie)
+    return ContainerFrame(iter(parts), path, "index", depth, end, id(value), tie)
 
 
-def record_frame(record: Record, value: object, path: Path, depth: int) -> OpenFrame:
+def record_frame(record: Record, value: object, path: Path, depth: int) -> ContainerFrame:
     """Return the frame of a value that a record describes."""
     try:
         content = record.content(value)
     except ValueError as error:
         raise unsupported(path, str(error), WAY_OUT) from None
     tie = id(value) if record.is_mutable else None
-    return OpenFrame(iter([((), content, None)]), path, None, depth, (), id(value), tie)
+    return ContainerFrame(iter([((), content, None)]), path, None, depth, (), id(value), tie)
 
 
-def module_frame(value: ModuleType, path: Path, depth: int) -> OpenFrame | None:
+def module_frame(value: ModuleType, path: Path, depth: int) -> ContainerFrame | None:
     """Return the frame of a module's global generators; None for a module without any."""
     generators = global_generators(value)
     if generators is None:
         return None
     if isinstance(generators, tuple):  # a machine without these devices reads their states, too
         generators = tuple(one.get_state() for one in generators)
-    return OpenFrame(iter([((), generators, None)]), path, None, depth, (), id(value))
+    return ContainerFrame(iter([((), generators, None)]), path, None, depth, (), id(value))
 
 
-def stream_frame(value: io.BytesIO, path: Path, depth: int) -> OpenFrame:
+def stream_frame(value: io.BytesIO, path: Path, depth: int) -> ContainerFrame:
     """Return the frame of a stream in memory."""
     end: list[Node] = [{"bytesio": value.tell()}]
-    return OpenFrame(
+    return ContainerFrame(
         iter([((), value.getvalue(), None)]), path, None, depth, end, id(value), id(value)
     )
 

@@ -16,7 +16,7 @@ TensorContent = Callable[[], memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TensorPart:
     """The bytes `start` to `stop` of a tensor; a class, so that `CudaMemory` recognises it."""
 
     whole: Tensor

@@ -26,7 +26,7 @@ from ckptmgr.state.paths import Node, Path, Place
 _ALIGNMENT = 16
 
 
-class Memory(NamedTuple):
+class LeafMemory(NamedTuple):
     """The memory behind a leaf; addresses and strides in bytes."""
 
     device: str
@@ -53,12 +53,12 @@ class Finder(NamedTuple):
         owner: Returns the object that owns the memory, if every other array over that memory is a
             view of that object; None when that is not certain.
         span: Returns the span of an array's memory.
-        memory: Returns the `Memory`.
+        memory: Returns the `LeafMemory`.
     """
 
     owner: Callable[[Any], object | None]
     span: Callable[[Any], Span]
-    memory: Callable[[Any], Memory]
+    memory: Callable[[Any], LeafMemory]
 
 
 class LeafForm(NamedTuple):
@@ -215,7 +215,7 @@ def owner_of(array: np.ndarray) -> np.ndarray | None:
     return None
 
 
-def array_memory(array: np.ndarray) -> Memory:
+def array_memory(array: np.ndarray) -> LeafMemory:
     """Return the memory of a NumPy array that has elements."""
     origin = array.__array_interface__["data"][0]
     start, stop = extent(origin, array.shape, array.strides, array.itemsize)
@@ -231,7 +231,7 @@ def array_memory(array: np.ndarray) -> Memory:
     def content(first: int, last: int) -> memoryview:
         return flat.reshape(-1).view(np.uint8)[first - low : last - low].data
 
-    return Memory(
+    return LeafMemory(
         device="cpu",
         start=start,
         stop=stop,
@@ -251,7 +251,7 @@ class _Located(NamedTuple):
 
     number: int
     leaf: Leaf
-    memory: Memory
+    memory: LeafMemory
 
     @property
     def name(self) -> str:

@@ -3,7 +3,7 @@
 
 torch's `load_state_dict` takes the state of another class, or of other parameters: the run then
 fails at its next step, or goes on with the hyperparameters of the stored class. That of a schedule
-takes everything, and goes on with what it was made with.
+takes everything, and goes on with its own options.
 """
 
 from __future__ import annotations

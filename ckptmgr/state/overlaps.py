@@ -17,7 +17,7 @@ import numpy as np
 from ckptmgr.state.leaves import (
     NO_SPAN,
     Finder,
-    Memory,
+    LeafMemory,
     Span,
     are_disjoint,
     array_memory,
@@ -49,7 +49,7 @@ class Conflict(NamedTuple):
 
 class _Member(NamedTuple):
     key: Any
-    memory: Memory
+    memory: LeafMemory
     shape: tuple[int, ...]
     item_bytes: int
 

@@ -9,22 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptmgr.state.grammar import MAPPINGS, fold, kind_of
 from ckptmgr.state.paths import SHARED, Node, Path, StateMismatch, dump_skeleton, load_skeleton
 from ckptmgr.state.skeleton import leaves_of
 
-_MAPPINGS = ("dict", "ordered", "defaultdict")
-PARTS_OF_KIND = {
-    "list": 1,
-    "tuple": 1,
-    "set": 1,
-    "frozenset": 1,
-    "dict": 2,
-    "ordered": 2,
-    "counter": 2,
-    "defaultdict": 2,
-}
-"""Kind of a container whose node counts its entries: values for each entry."""
-_ONE = frozenset(["deque", "to_bytes", "to_bytearray", "bytesio", "rng", SHARED])
 _SHOWN = 20
 
 
@@ -57,18 +45,19 @@ def part_of(skeleton: str, names: Sequence[str]) -> str:
         TreeError: The skeleton is damaged.
     """
     nodes = load_skeleton(skeleton)
-    root = nodes[-1] if nodes else None
-    kind = next(iter(root)) if isinstance(root, dict) and len(root) == 1 else None
-    if kind not in _MAPPINGS:
+    if _kind(nodes) == "with_metadata":  # of a module: the dict, and what torch attaches to it
+        nodes = nodes[: _starts_of_parts(nodes)[1]]
+    kind = _kind(nodes)
+    if kind not in MAPPINGS:
         raise StateMismatch(
             "only names a part of a state, but this state is no dict",
             hint="load it without only",
         )
-    starts = _starts_of_parts(nodes)
+    starts = [*_starts_of_parts(nodes), len(nodes) - 1]
     keys = {
-        key: (starts[2 * i], (*starts, len(nodes) - 1)[2 * i + 2])
-        for i in range(len(starts) // 2)
-        if isinstance(key := nodes[starts[2 * i]], str)
+        name: slice(start, stop)
+        for start, stop in zip(starts[:-1:2], starts[2::2], strict=True)
+        if isinstance(name := nodes[start], str)
     }
     missing = [name for name in names if name not in keys]
     if missing:
@@ -77,7 +66,7 @@ def part_of(skeleton: str, names: Sequence[str]) -> str:
             f"the checkpoint has no part {', '.join(map(repr, missing))}; its parts are {known}",
             hint="only takes the names at the top of the state that was saved",
         )
-    chosen = [node for name in names for node in nodes[slice(*keys[name])]]
+    chosen = [node for name in names for node in nodes[keys[name]]]
     return dump_skeleton([*_renumbered(chosen), {kind: len(names)}])
 
 
@@ -86,32 +75,21 @@ def tensors_of(skeleton: str) -> frozenset[str]:
     return frozenset(str(leaf.get("tensor")) for leaf in leaves_of(load_skeleton(skeleton)))
 
 
+def _kind(nodes: Sequence[Node]) -> str:
+    return kind_of(nodes[-1])[0] if nodes else ""
+
+
 def _starts_of_parts(nodes: Sequence[Node]) -> list[int]:
-    """Return the index of the first node of each key and value of the last node, a dict."""
+    """Return the index of the first node of each value that the last node takes."""
     starts: list[int] = []
-    for index, node in enumerate(nodes):
-        takes = min(parts_taken(node), len(starts))
-        first = starts[len(starts) - takes] if takes else index
+
+    def start_of(index: int, kind: str, parts: list[int]) -> int:
         if index == len(nodes) - 1:
-            return starts[len(starts) - takes :] if takes else []
-        del starts[len(starts) - takes :]
-        starts.append(first)
-    return []
+            starts.extend(parts)
+        return parts[0] if parts else index
 
-
-def parts_taken(node: Node) -> int:
-    """Return how many values before it a node takes; a damaged node is found by `unflatten`."""
-    if not isinstance(node, dict) or len(node) != 1:
-        return 0
-    [(kind, body)] = node.items()
-    if kind in PARTS_OF_KIND:
-        return PARTS_OF_KIND[kind] * body if type(body) is int and body > 0 else 0
-    if kind == "namedtuple":
-        is_whole = isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)
-        return len(body[1]) if is_whole else 0  # type: ignore[arg-type, index]
-    if kind in ("sparse", "quantized"):
-        return 3 if isinstance(body, dict) and "axis" in body else 2 if kind == "sparse" else 1
-    return 2 if kind == "with_metadata" else int(kind in _ONE)
+    fold(nodes, start_of)
+    return starts
 
 
 def _renumbered(nodes: Sequence[Node]) -> list[Node]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
+from ckptmgr.state.grammar import LEAVES, kind_of
 from ckptmgr.state.leaves import Leaf, LeafForm
 from ckptmgr.state.paths import Node, dump_skeleton, load_skeleton, version_of
 
@@ -62,9 +63,6 @@ def _leaf(leaf: Leaf, head: str) -> str:
     return "".join([head, *[f',"{name}":{_encode(value)}' for name, value in rest.items()], "}}"])
 
 
-_LEAVES = ("array", "torch")
-
-
 def leaf_shapes(skeleton: str) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor in a skeleton; of several leaves the first counts."""
     found: dict[str, tuple[int, ...]] = {}
@@ -90,7 +88,6 @@ def with_shapes(skeleton: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 def leaves_of(nodes: list[Node]) -> Iterator[dict[str, Any]]:
     """Yield the bodies of the tensor nodes; the caller may change them."""
     for node in nodes:
-        if isinstance(node, dict) and len(node) == 1:
-            [(kind, body)] = node.items()
-            if kind in _LEAVES and isinstance(body, dict):
-                yield body
+        kind, body = kind_of(node)
+        if kind in LEAVES and isinstance(body, dict):
+            yield body

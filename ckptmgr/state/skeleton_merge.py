@@ -12,17 +12,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptmgr.state.paths import SHARED, Node, Path, TreeError, dump_skeleton, load_skeleton
+from ckptmgr.state.grammar import MAPPINGS, SEQUENCES, fold
+from ckptmgr.state.paths import SHARED, Node, Path, dump_skeleton, load_skeleton
 from ckptmgr.state.skeleton import leaves_of
 
 KEPT = "\0kept/"
 """Prefix of the names of tensors that the rank keeps."""
 
-_MAPPINGS = ("dict", "ordered", "counter", "defaultdict")
-_SEQUENCES = ("list", "tuple")
-_SETS = ("set", "frozenset")
-# These are built from the value before them; their parts are never merged on their own.
-_BUILT = ("to_bytes", "to_bytearray", "bytesio", "rng")
 _WRAPPED = ("with_metadata", "deque")  # of the first value before them
 
 
@@ -183,54 +179,18 @@ def _step(value: _Value, key: str, path: Path) -> Path:
 
 
 def _parsed(nodes: list[Node]) -> _Value:
-    """Return the one value of a postfix program; raise TreeError for none or several."""
-    stack: list[_Value] = []
-    for index, node in enumerate(nodes):
-        kind, count = _taken(node)
-        if count > len(stack):
-            raise TreeError(
-                f"node {index} of the skeleton takes {count} values, {len(stack)} are there"
-            )
-        values = stack[len(stack) - count :]
-        del stack[len(stack) - count :]
-        stack.append(_made(nodes, kind, values, index))
-    if len(stack) != 1:
-        raise TreeError(f"the skeleton leaves {len(stack)} values instead of one state")
-    return stack[0]
+    """Return the one value of a skeleton; only the parts of some containers are merged."""
 
+    def made(index: int, kind: str, values: list[_Value]) -> _Value:
+        start = values[0].start if values else index
+        if kind in _WRAPPED:
+            return replace(values[0], stop=index + 1)
+        if kind in MAPPINGS:
+            texts = (json.dumps(nodes[key.start : key.stop]) for key in values[::2])
+            parts = dict(zip(texts, values[1::2], strict=True))
+            return _Value(start, index + 1, parts, is_mapping=True)
+        if kind in (*SEQUENCES, "namedtuple"):
+            return _Value(start, index + 1, {str(n): value for n, value in enumerate(values)})
+        return _Value(start, index + 1)
 
-def _made(nodes: list[Node], kind: str, values: list[_Value], index: int) -> _Value:
-    start = values[0].start if values else index
-    if kind in _WRAPPED:
-        return replace(values[0], stop=index + 1)
-    if kind in _MAPPINGS:
-        texts = (json.dumps(nodes[key.start : key.stop]) for key in values[::2])
-        parts = dict(zip(texts, values[1::2], strict=True))
-        return _Value(start, index + 1, parts, is_mapping=True)
-    if kind in (*_SEQUENCES, "namedtuple"):
-        return _Value(start, index + 1, {str(n): value for n, value in enumerate(values)})
-    return _Value(start, index + 1)
-
-
-def _taken(node: Node) -> tuple[str, int]:
-    """Return the kind of a node and how many values before it are its parts."""
-    if not isinstance(node, dict) or len(node) != 1:
-        return "", 0
-    [(kind, body)] = node.items()
-    count: object = 0
-    if kind in (*_SEQUENCES, *_SETS):
-        count = body
-    elif kind in _MAPPINGS:
-        count = 2 * body if type(body) is int else None
-    elif kind == "namedtuple":
-        is_named = isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)
-        count = len(body[1]) if is_named else None  # type: ignore[index, arg-type]
-    elif kind == "quantized":
-        count = 3 if isinstance(body, dict) and "axis" in body else 1
-    elif kind in ("with_metadata", "sparse"):
-        count = 2
-    elif kind in (*_BUILT, *_WRAPPED):
-        count = 1
-    if type(count) is not int or count < 0:
-        raise TreeError(f"a {kind} of the skeleton has no number of parts")
-    return kind, count
+    return fold(nodes, made)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.items import Part, TensorContent
+from ckptmgr.state.items import TensorContent, TensorPart
 from ckptmgr.state.torch_memory import torch_bytes
 
 _PORTABLE = 1  # cudaHostRegisterPortable
@@ -70,7 +70,7 @@ class CudaMemory:
 
 def _values_under(tensor: Tensor) -> tuple[torch.Tensor, ...]:
     """Return the CUDA tensor that a tensor is, or is a part of."""
-    whole = tensor.content.whole if isinstance(tensor.content, Part) else tensor
+    whole = tensor.content.whole if isinstance(tensor.content, TensorPart) else tensor
     value = _torch_value(whole)
     return (value,) if value is not None and value.is_cuda else ()
 

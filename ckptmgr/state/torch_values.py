@@ -23,7 +23,7 @@ from ckptmgr.state.leaves import (
     Finder,
     Leaf,
     LeafForm,
-    Memory,
+    LeafMemory,
     Span,
     extent,
     leaf_form,
@@ -183,7 +183,7 @@ def _span(value: torch.Tensor) -> Span:
     return device, start, stop, size_bytes
 
 
-def _memory(value: torch.Tensor) -> Memory:
+def _memory(value: torch.Tensor) -> LeafMemory:
     storage, item_bytes = value.untyped_storage(), value.dtype.itemsize
     strides = tuple(stride * item_bytes for stride in value.stride())
     low, origin = storage.data_ptr(), value.data_ptr()
@@ -194,7 +194,7 @@ def _memory(value: torch.Tensor) -> Memory:
         flat.set_(storage, first - low, (last - first,), (1,))
         return memory_of_tensor(flat.cpu()).data
 
-    return Memory(
+    return LeafMemory(
         device="cpu" if value.is_cpu else str(value.device),
         start=start,
         stop=stop,

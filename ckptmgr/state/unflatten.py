@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckptmgr.state.grammar import LEAVES, not_one_value, values_taken
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, shown
 from ckptmgr.state.random import build_generator
 from ckptmgr.state.scalars import (
@@ -103,19 +104,20 @@ class Unflattener:
             message = f"node {index} of the skeleton: {error.message}"
             raise TreeError(message, hint=error.hint) from error
         if len(self._values) != 1:
-            raise TreeError(f"the skeleton leaves {len(self._values)} values instead of one state")
+            raise not_one_value(len(self._values))
         return self._values[0]
 
     def _step(self, node: dict[str, Node]) -> None:
         if len(node) != 1:
             raise TreeError(f"a node has {len(node)} kinds")
         [(kind, body)] = node.items()
-        if kind in ("torch", "array"):
+        if kind in LEAVES:
             self._values.append(self.arrays.leaf(kind, body, numbers=self._node_count))
         elif kind in _ATOMS:
             self._values.append(_ATOMS[kind](body))
         elif kind in _COMBINERS:
-            _COMBINERS[kind](self, kind, body)
+            parts = self._pop(values_taken(kind, body, len(self._values)))
+            self._put(_COMBINERS[kind](self, kind, body, parts))
         elif kind == SHARED:
             self._tie(body)
         elif kind in ("torch.Size", "torch.dtype", "torch.device"):
@@ -146,12 +148,9 @@ class Unflattener:
             raise TreeError("the state has many times more parts than the skeleton has nodes")
         self._measures.append((len(self._values) - 1, measure))
 
-    def _pop(self, count: object) -> list[Any]:
+    def _pop(self, count: int) -> list[Any]:
         """Replace the last values with a placeholder of the right depth, and return them."""
-        held = len(self._values)
-        if type(count) is not int or not 0 <= count <= held:
-            raise TreeError(f"{count!r} values are taken, {held} are there")
-        first = held - count
+        first = len(self._values) - count
         taken = self._values[first:]
         del self._values[first:]
         depth, size = 0, count
@@ -165,75 +164,63 @@ class Unflattener:
     def _put(self, value: object) -> None:
         self._values[-1] = value
 
-    def _sequence(self, kind: str, body: Node) -> None:
-        values = self._pop(body)
-        self._put(values if kind == "list" else tuple(values))
+    def _sequence(self, kind: str, body: Node, values: list[Any]) -> object:
+        return values if kind == "list" else tuple(values)
 
-    def _namedtuple(self, kind: str, body: Node) -> None:
-        if not isinstance(body, list) or len(body) != 2 or not isinstance(body[1], list):
-            raise TreeError("a namedtuple has no name and fields")
-        self._put(tuple(self._pop(len(body[1]))))
-
-    def _set(self, kind: str, body: Node) -> None:
-        values = _keys(kind, self._pop(body))
-        made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(values)
-        if len(made) != len(values):
+    def _set(self, kind: str, body: Node, values: list[Any]) -> object:
+        keys = _keys(kind, values)
+        made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(keys)
+        if len(made) != len(keys):
             raise TreeError("a set holds a value twice")
-        self._put(made)
+        return made
 
-    def _mapping(self, kind: str, body: Node) -> None:
-        if type(body) is not int:
-            raise TreeError(f"a {kind} has {body!r} entries")
-        values = self._pop(2 * body)
+    def _mapping(self, kind: str, body: Node, values: list[Any]) -> object:
         made = dict(zip(_keys(kind, values[::2]), values[1::2], strict=True))
         if len(made) != body:
             raise TreeError(f"a {kind} holds a key twice")
-        self._put(made if kind == "dict" else _MAPPINGS[kind](made))
+        return made if kind == "dict" else _MAPPINGS[kind](made)
 
-    def _deque(self, kind: str, body: Node) -> None:
-        [values] = self._pop(1)
+    def _deque(self, kind: str, body: Node, parts: list[Any]) -> object:
+        [values] = parts
         limit = 2**63 - 1 if body is None else body
         if type(values) is not list or type(limit) is not int or not len(values) <= limit < 2**63:
             raise TreeError(f"a deque with maxlen {shown(body)} is not a list of as many")
-        self._put(deque(values, None if body is None else limit))
+        return deque(values, None if body is None else limit)
 
-    def _metadata(self, kind: str, body: Node) -> None:
-        mapping, metadata = self._pop(2)
+    def _metadata(self, kind: str, body: Node, parts: list[Any]) -> object:
+        mapping, metadata = parts
         if type(mapping) is not OrderedDict:
             raise TreeError("metadata belongs to an OrderedDict")
         mapping._metadata = metadata  # type: ignore[attr-defined]
-        self._put(mapping)
+        return mapping
 
-    def _bytes(self, kind: str, body: Node) -> None:
-        [array] = self._pop(1)
+    def _bytes(self, kind: str, body: Node, parts: list[Any]) -> object:
+        [array] = parts
         self.arrays.read_contents(array)
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
-        self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
+        return array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes())
 
-    def _bytes_io(self, kind: str, body: Node) -> None:
-        [content] = self._pop(1)
+    def _bytes_io(self, kind: str, body: Node, parts: list[Any]) -> object:
+        [content] = parts
         if type(content) is not bytes or type(body) is not int or not 0 <= body < 2**63:
             raise TreeError("a BytesIO is not bytes and a position in them")
         made = io.BytesIO(content)
         made.seek(body)
-        self._put(made)
+        return made
 
-    def _torch_parts(self, kind: str, body: Node) -> None:
+    def _torch_parts(self, kind: str, body: Node, parts: list[Any]) -> object:
         torch = torch_values()
-        if not isinstance(body, dict):
-            raise TreeError(f"a {kind} tensor is spelled {body!r}")
-        parts = self._pop(3 if "axis" in body else 2 if kind == "sparse" else 1)
         self.arrays.read_contents(parts)
         build = torch.build_sparse if kind == "sparse" else torch.build_quantized
         if not all(_is_torch_tensor(part) for part in parts):
             raise TreeError(f"a {kind} tensor has parts that are no tensors")
-        self._put(guarded(f"a {kind} tensor", lambda: build(body, parts)))
+        return guarded(f"a {kind} tensor", lambda: build(body, parts))
 
-    def _rng(self, kind: str, body: Node) -> None:
-        [state] = self._pop(1)
+    def _rng(self, kind: str, body: Node, parts: list[Any]) -> object:
+        [state] = parts
         self.arrays.read_contents(state)
-        self._put(guarded(f"a {body}", lambda: build_generator(body, state)))
+        return guarded(f"a {body}", lambda: build_generator(body, state))
 
 
 def _keys(kind: str, values: list[Any]) -> list[Any]:
@@ -256,10 +243,10 @@ def _is_torch_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-_COMBINERS: dict[str, Callable[[Unflattener, str, Node], None]] = {
+_COMBINERS: dict[str, Callable[[Unflattener, str, Node, list[Any]], object]] = {
     "list": Unflattener._sequence,
     "tuple": Unflattener._sequence,
-    "namedtuple": Unflattener._namedtuple,
+    "namedtuple": Unflattener._sequence,
     "set": Unflattener._set,
     "frozenset": Unflattener._set,
     "dict": Unflattener._mapping,

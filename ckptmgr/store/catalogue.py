@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileStatus
@@ -35,14 +34,6 @@ if TYPE_CHECKING:  # a run that keeps few checkpoints needs none of it
 
 LEAST_SAVED = 4
 """Checkpoints from which on a catalogue costs less than two listings for each save."""
-_MOST_CHANGES = 10_000
-
-
-class Changes(NamedTuple):
-    """The settled checkpoints that changed, by path, None for one that is gone; and the others."""
-
-    settled: Mapping[Path, Checkpoint | None]
-    others: tuple[Checkpoint, ...]
 
 
 class KeptCatalogue:
@@ -67,11 +58,6 @@ class KeptCatalogue:
         """Make a catalogue once the directory is large enough."""
         self._is_followed = True
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether there is a catalogue."""
-        return self._catalogue is not None
-
     def stop(self) -> None:
         """Drop the catalogue, and make no other."""
         with self._mutex:
@@ -94,12 +80,6 @@ class KeptCatalogue:
         with self._mutex:
             catalogue = self._updated(seen)
             return None if catalogue is None else catalogue.near(step, sequence)
-
-    def changes(self, seen: ManifestCache) -> Changes | None:
-        """Return what changed since the last call, if that is known."""
-        with self._mutex:
-            catalogue = self._updated(seen)
-            return None if catalogue is None else catalogue.take_changes()
 
     def _updated(self, seen: ManifestCache) -> Catalogue | None:
         if self._catalogue is None and self._is_followed and seen.listed >= LEAST_SAVED:
@@ -132,7 +112,6 @@ class Catalogue:
         self._sequences: list[tuple[int, str]] = []
         self._loose: set[str] = set()
         self._others: tuple[Checkpoint, ...] = ()
-        self._changes: dict[Path, Checkpoint | None] | None = None
 
     def close(self) -> None:
         """Stop watching the directory."""
@@ -147,11 +126,6 @@ class Catalogue:
         later = bisect.bisect_left(self._sequences, (sequence, ""))
         names = {name for _, name in self._sequences[later:]} | self._by_step.get(step, set())
         return [*(self._settled[name] for name in names), *self._others]
-
-    def take_changes(self) -> Changes | None:
-        """Return the changes from the last call to the last update, or None if they are unknown."""
-        changes, self._changes = self._changes, {}
-        return None if changes is None else Changes(changes, self._others)
 
     def update(self, seen: ManifestCache) -> bool:
         """Look at the names that changed; return False if the directory is watched no longer.
@@ -217,7 +191,6 @@ class Catalogue:
             self._loose.discard(file)
         self._by_step.setdefault(checkpoint.step, set()).add(name)
         bisect.insort(self._sequences, (checkpoint.sequence, name))
-        self._changed(checkpoint.path, checkpoint)
 
     def _unsettle(self, file: str) -> None:
         name = self._settled_by_file.get(file)
@@ -233,13 +206,6 @@ class Catalogue:
         if not same_step:
             del self._by_step[checkpoint.step]
         del self._sequences[bisect.bisect_left(self._sequences, (checkpoint.sequence, name))]
-        self._changed(checkpoint.path, None)
-
-    def _changed(self, path: Path, checkpoint: Checkpoint | None) -> None:
-        if self._changes is not None:
-            self._changes[path] = checkpoint
-            if len(self._changes) > _MOST_CHANGES:  # the run retains everything, or never saves
-                self._changes = None
 
 
 def _matters(name: str) -> bool:

@@ -39,6 +39,7 @@ from typing import TYPE_CHECKING
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr.core.place import DIRECTORY, Capabilities, Trash
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import (
@@ -53,7 +54,7 @@ from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, note_mode
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.space_errors import explain_errors
-from ckptmgr.store.catalogue import Changes, KeptCatalogue
+from ckptmgr.store.catalogue import KeptCatalogue
 from ckptmgr.store.listing import listed, listed_alone
 from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
@@ -88,6 +89,8 @@ class Store:
         is_on_real_disk: Whether another process that opens the directory sees the same.
     """
 
+    can: Capabilities = DIRECTORY
+
     def __init__(
         self,
         directory: Path,
@@ -112,6 +115,13 @@ class Store:
         self._seen = ManifestCache()
         self.catalogue = KeptCatalogue(self.manifests, self.processes)
 
+    @property
+    def trash(self) -> Trash | None:
+        """The trash of the directory; None where nothing can come back."""
+        from ckptmgr.store.trash import DirectoryTrash
+
+        return DirectoryTrash(self) if self.can.trash else None
+
     def make_directory(self) -> None:
         """Create the directory and its missing parents durably, unless it exists."""
         self.fs.make_directory(self.directory, mode=directory_mode(self.file_mode))
@@ -128,10 +138,6 @@ class Store:
         """
         near = self.catalogue.near(step, sequence, self._seen)
         return self.scan() if near is None else near
-
-    def changes(self) -> Changes | None:
-        """Return what any process changed since the last call; None where that is not known."""
-        return self.catalogue.changes(self._seen)
 
     def scan(self) -> list[Checkpoint]:
         """Return every checkpoint of the directory, finished or not, in no particular order.
@@ -343,7 +349,7 @@ class Store:
         checkpoints: Sequence[Checkpoint],
         *,
         needed: Sequence[Checkpoint] = (),
-        staying: Sequence[Checkpoint] | None = None,
+        present: Sequence[Checkpoint] | None = None,
     ) -> list[Exception]:
         """Remove checkpoints durably; return the errors of those that could not be removed.
 
@@ -353,8 +359,8 @@ class Store:
         Args:
             checkpoints: The checkpoints to remove.
             needed: The staying ones because of which these go; they must still be there.
-            staying: The other checkpoints, where the caller has just listed them after a durable
-                save; None to list them. A power cut may then bring back the last removed one: the
+            present: The checkpoints of the directory, where the caller has just listed them after a
+                durable save; None to list them. A power cut may then bring back the last removed one: the
                 manifest, or the files of ranks, which are leftovers.
 
         Raises:
@@ -362,9 +368,9 @@ class Store:
             UnsafePrune: It would remove the last countable checkpoint of the directory, or a needed
                 one is not there as it was listed.
         """
-        self.check_not_all(checkpoints, self.scan() if staying is None else staying)
+        self.check_not_all(checkpoints, self.scan() if present is None else present)
         with defer_signals(), self.unchanged(checkpoints, needed=needed) as held:
-            return held.failures + self._remove(held.checkpoints, is_after_save=staying is not None)
+            return held.failures + self._remove(held.checkpoints, is_after_save=present is not None)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
         """Remove durably a checkpoint of which another one of the directory is a proven copy.
@@ -424,7 +430,7 @@ class Store:
                 "refused: this would remove the last good checkpoint", path=self.directory
             )
 
-    def check_needed(self, needed: Iterable[Checkpoint]) -> None:
+    def check_needed(self, needed: Sequence[Checkpoint]) -> None:
         """Raise unless the checkpoints because of which others go are still as they were listed.
 
         A process that changes one later could as well have changed it after the removal.
@@ -457,3 +463,23 @@ class Store:
         again.
         """
         return recover(self.manifests, self.processes, series, now_s=self.clock())
+
+    def finish_moves(self, series: str) -> list[str]:
+        """Finish interrupted moves into the trash; hold the lease."""
+        from ckptmgr.store.trash import DirectoryTrash
+
+        DirectoryTrash(self).finish(series)
+        return []
+
+    def settle(self, series: str) -> list[str]:
+        """Finish interrupted moves into the trash, and `recover`; hold the lease."""
+        return self.finish_moves(series) + self.recover(series)
+
+    def leftovers(self, found: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the leftovers of interrupted saves that are in no listing: none."""
+        del found
+        return []
+
+    def clean_up(self) -> list[str]:
+        """Do nothing: a removal leaves nothing in a directory."""
+        return []

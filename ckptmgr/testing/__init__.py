@@ -18,6 +18,8 @@ def test_torch_loop(cut: Cut, tmp_path: Path) -> None:
 ```
 
 Without it: `python -m ckptmgr.testing examples/torch_loop.py:main --steps-per-epoch 10`.
+
+`ckptmgr.testing.places` is a suite for places that hold checkpoints.
 """
 
 from __future__ import annotations

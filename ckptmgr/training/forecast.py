@@ -127,8 +127,8 @@ def demand_of(
 ) -> Demand:
     """Return the demand of a configuration, without the disk.
 
-    `available_bytes` is the memory that the system has, None when unknown; `group_bytes` what the
-    limit of the control group leaves, None without one.
+    `available_bytes` is the memory that the system has, None when unknown; `group_bytes` the part
+    that the limit of the control group leaves, None without one.
     """
     policy, memory = config.retention_policy(), config.memory
     states = 0

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """What a run stands on; tests replace it.
+    """The system below a run; tests replace it.
 
     Attributes:
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.

@@ -384,7 +384,7 @@ def _resume_state(
         data.forget()
         return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
-    with writer.all_prepared():
+    with writer.commit.all_prepared():
         is_own = reader.is_divided_alike(loaded.manifest)
         if needs_same_division and not is_own:
             saved = 1 if loaded.manifest is None else loaded.manifest.world_size
@@ -468,7 +468,7 @@ def _find_with_mirror(
 
 def _check_storable(state: object, writer: SeriesWriter) -> None:
     """Raise UnsupportedState now for what would fail the first save, on all ranks."""
-    with writer.all_prepared():
+    with writer.commit.all_prepared():
         check_storable(state)
 
 

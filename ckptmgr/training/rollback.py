@@ -42,7 +42,7 @@ def go_back(
         RanksMissing, RanksOutOfStep: Other ranks did not arrive, or go back to another step.
     """
     steps = [] if recent is None else recent.steps
-    common = writer.held_by_all(target, steps)
+    common = writer.commit.held_by_all(target, steps)
     held = None if recent is None else recent.newest_of(common)
     candidates = RollbackCandidates(
         reader,
@@ -65,7 +65,7 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            with writer.all_prepared():
+            with writer.commit.all_prepared():
                 restore = loaded.plan_restore(state)
             return Resumption.at(
                 checkpoint, restore(), skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
@@ -75,7 +75,7 @@ def go_back(
             f"no state of step {target} or before: in memory are {steps}, on disk nothing that loads",
             path=reader.store.directory,
         )
-    with writer.all_prepared():
+    with writer.commit.all_prepared():
         restore = plan_put_back(state, held.skeleton, held.read)
     return Resumption(
         step=held.step,

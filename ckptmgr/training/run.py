@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.observe.observers import Observers
 from ckptmgr.parallel.team import Team
 from ckptmgr.policy.save import SavePolicy
+from ckptmgr.series.commit import Alone, Commit, Here, Target
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.arrays import named_tensors
@@ -124,27 +126,24 @@ class Run:
             clock=time.time if ranks is None else clock,
             file_mode=options.file_mode,
         )
+        target: Callable[[SeriesWriter], Target] = Here
+        commit: Callable[[SeriesWriter], Commit] = Alone
         if is_remote:
-            from ckptmgr.remote.writer import RemoteWriter
+            from ckptmgr.remote.upload import Upload
 
-            return RemoteWriter(
-                address, store, series, options=options, clock=clock, observers=self.observers
-            )
-        if ranks is None:
-            return SeriesWriter(
-                store, series, options=options, clock=clock, observers=self.observers
-            )
-        from ckptmgr.parallel.rank_writer import RankWriter
+            target = partial(Upload, url=address)
+        if ranks is not None:
+            from ckptmgr.parallel.rank_commit import together
 
-        return RankWriter(
+            commit = together(ranks, timeout_s=self.team.timeout_s, sharing=self.team.sharing)
+        return SeriesWriter(
             store,
             series,
-            coordinator=ranks,
-            timeout_s=self.team.timeout_s,
             options=options,
             clock=clock,
             observers=self.observers,
-            sharing=self.team.sharing,
+            commit=commit,
+            target=target,
         )
 
     def reader(self, writer: SeriesWriter) -> SeriesReader:

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from ..buffers import UnitCache, shared_buffers
 from ..errors import TamperedError, TruncatedCiphertextError
 from ..slots import Identity
-from ..source import Source, is_remote
+from ..source import Ciphertext, is_remote
 from .header import Content
 from .unlock import UnlockedContainer, unlock
 from .writer import plaintext_range, segment_range
 
 
-def open_container(source: Source, identities: Sequence[Identity]) -> ContainerSource:
+def open_container(source: Ciphertext, identities: Sequence[Identity]) -> ContainerSource:
     """Open the container in `source`.
 
     Raises:
@@ -42,7 +42,7 @@ class ContainerSource:
     `unlocked` is its header, for a rewrite; it holds the data key.
     """
 
-    def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
+    def __init__(self, source: Ciphertext, unlocked: UnlockedContainer) -> None:
         self._source = source
         self.is_remote = is_remote(source)
         self.unlocked = unlocked

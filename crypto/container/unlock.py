@@ -23,7 +23,7 @@ from ..errors import (
 from ..keys.key import Key
 from ..mindspore.records import read_bytes
 from ..slots import DATA_KEY_BYTES, Identity, Slot
-from ..source import Source
+from ..source import Ciphertext
 from .floe import HEADER_BYTES, SEGMENT_LENGTH_BYTES, FloeMessage, read_length, start_decryption
 from .header import (
     CONTAINER_MAGIC,
@@ -70,7 +70,7 @@ class FoundCopy:
     header: HeaderCopy
 
 
-def find_copies(source: Source) -> list[FoundCopy]:
+def find_copies(source: Ciphertext) -> list[FoundCopy]:
     """Return the header copies that can be parsed, the newest first. Nothing is authenticated.
 
     Raises:
@@ -91,7 +91,7 @@ def find_copies(source: Source) -> list[FoundCopy]:
     return sorted(copies, key=lambda copy: (-copy.header.generation, copy.offset))
 
 
-def unlock(source: Source, identities: Sequence[Identity]) -> UnlockedContainer:
+def unlock(source: Ciphertext, identities: Sequence[Identity]) -> UnlockedContainer:
     """Open the header of a container with the first slot that opens for one of the identities.
 
     Raises:
@@ -120,7 +120,7 @@ def unlock(source: Source, identities: Sequence[Identity]) -> UnlockedContainer:
 class _Opener:
     """Tries identities on slots; no slot is tried twice."""
 
-    def __init__(self, source: Source, identities: Sequence[Identity]) -> None:
+    def __init__(self, source: Ciphertext, identities: Sequence[Identity]) -> None:
         self._source = source
         self._identities = identities
         self._tried: dict[tuple[bytes, bytes], tuple[list[Key], list[CryptoError]]] = {}
@@ -177,7 +177,7 @@ class _Opener:
             ) from None
 
 
-def _copy_at(source: Source, offset: int) -> bytes | None:
+def _copy_at(source: Ciphertext, offset: int) -> bytes | None:
     """Return the bytes of the header copy at `offset`, or None if none can start there."""
     if source.size < offset + FIXED_BYTES:
         return None
@@ -208,7 +208,7 @@ def _state(
     return CopyState.CURRENT if is_current else CopyState.OUTDATED
 
 
-def _check_size(source: Source, copy: FoundCopy) -> None:
+def _check_size(source: Ciphertext, copy: FoundCopy) -> None:
     if copy.header.fixed.content is Content.FRAMES:
         _check_end(source, copy.header.fixed)
         return
@@ -221,7 +221,7 @@ def _check_size(source: Source, copy: FoundCopy) -> None:
         raise TamperedError("bytes were added behind the last segment", offset=expected)
 
 
-def _check_end(source: Source, fixed: FixedHeader) -> None:
+def _check_end(source: Ciphertext, fixed: FixedHeader) -> None:
     """Refuse a file that was cut off or extended; only its last segment proves that it is whole."""
     try:
         actual = fixed.with_stored_size(source.size)
@@ -248,7 +248,7 @@ def _no_slot(copy: FoundCopy) -> DecryptionError:
     return DecryptionError("the file is encrypted for another key", hint=f"it opens with: {labels}")
 
 
-def _no_container(source: Source) -> CryptoError:
+def _no_container(source: Ciphertext) -> CryptoError:
     start = read_bytes(source, 0, length=min(len(CONTAINER_MAGIC), source.size))
     if CONTAINER_MAGIC.startswith(start):
         return TruncatedCiphertextError(

@@ -33,7 +33,7 @@ from ..errors import CryptoError, DecryptionError, KeyLengthError, KeySourceErro
 from ..keys.key import Key
 from ..keys.ring import Keys, one_key_error, ring_of
 from ..sm4_ipp import Sm4Lanes
-from ..source import Source
+from ..source import Ciphertext
 from .records import RecordHead, head_size, pack_head, record_size, sniff_mode
 from .seal import SEAL_FILE_ID_BYTES, Seal, block_digest, encode_seal, seal_record_size
 from .source import BlockSource, open_blocks
@@ -253,7 +253,7 @@ _MAY_BE_THE_KEY = (DecryptionError, KeyLengthError, UnsealedError)
 
 
 def open_blocks_with(
-    source: Source, keys: Keys, mode: str, *, allow_unsealed: bool = False
+    source: Ciphertext, keys: Keys, mode: str, *, allow_unsealed: bool = False
 ) -> BlockSource:
     """Open an encrypted `.ckpt` with the right one of some keys.
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from ..ciphers import IV_BYTES, CipherMode
 from ..errors import DecryptionError, TamperedError, UnsealedError
 from ..keys.key import Key
-from ..source import Source
+from ..source import Ciphertext
 from .records import Records, find_records, head_size, pack_head, read_bytes, read_head, record_size
 from .seal import Seal, claimed_size, decode_seal, seal_failure, seal_plaintext_size
 
@@ -36,7 +36,9 @@ class BlockLayout:
     seal_digest: bytes
 
 
-def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: bool) -> BlockLayout:
+def read_layout(
+    source: Ciphertext, key: Key, *, mode: CipherMode, allow_unsealed: bool
+) -> BlockLayout:
     """Return the layout of the file in `source`; raises as `open_blocks` does."""
     records = find_records(source, mode)
     seal, seal_digest = _find_seal(
@@ -62,7 +64,7 @@ def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: b
 
 
 def _find_seal(
-    source: Source, key: Key, *, mode: CipherMode, records: Records, allow_unsealed: bool
+    source: Ciphertext, key: Key, *, mode: CipherMode, records: Records, allow_unsealed: bool
 ) -> tuple[Seal | None, bytes]:
     """Return the seal and the digest of its record if the last record is one, else None.
 
@@ -126,7 +128,9 @@ def _sealed_starts(mode: CipherMode, records: Records, *, seal: Seal) -> array[i
     return starts
 
 
-def _unsealed_starts(source: Source, key: Key, *, mode: CipherMode, records: Records) -> array[int]:
+def _unsealed_starts(
+    source: Ciphertext, key: Key, *, mode: CipherMode, records: Records
+) -> array[int]:
     """Return the plaintext offset of every block; the end of each block gives its padding."""
     starts = array("q", [0])
     for index, (start, stop) in enumerate(pairwise(records.starts)):
@@ -145,7 +149,7 @@ def _unsealed_starts(source: Source, key: Key, *, mode: CipherMode, records: Rec
     return starts
 
 
-def _last_two_blocks(source: Source, mode: CipherMode, *, start: int, stop: int) -> bytes:
+def _last_two_blocks(source: Ciphertext, mode: CipherMode, *, start: int, stop: int) -> bytes:
     last = read_bytes(source, stop - IV_BYTES, length=IV_BYTES)
     if stop - start - head_size(mode) > IV_BYTES:
         return read_bytes(source, stop - 2 * IV_BYTES, length=IV_BYTES) + last

@@ -13,7 +13,7 @@ from ..ciphers import CipherMode, GcmMode, read_in_pieces
 from ..errors import DecryptionError, TamperedError
 from ..keys.key import Key
 from ..sm4_ipp import Sm4Lanes
-from ..source import Source, is_remote
+from ..source import Ciphertext, is_remote
 from .layout import BlockLayout
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
@@ -30,7 +30,7 @@ class BlockReader:
 
     def __init__(
         self,
-        source: Source,
+        source: Ciphertext,
         key: Key,
         *,
         mode: CipherMode,

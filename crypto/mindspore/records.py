@@ -8,7 +8,7 @@ AES-CBC, SM4-CBC  magic(4)         block_len(4) iv_len(4) iv(16) cipher_len(4) c
 Little-endian; `block_len` = 24 + `cipher_len`, `iv_len` = 16. Nothing here needs a key, and nothing
 here is authenticated: every value is checked against the size of the file before it is used.
 
-Source: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag)
+Ciphertext: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag)
 is recognised and refused.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from ..ciphers import IV_BYTES, MODES, CipherMode
 from ..errors import DecryptionError, TamperedError, TruncatedCiphertextError, UnsupportedSuiteError
-from ..source import Source
+from ..source import Ciphertext
 
 MAX_CIPHER_BYTES = 67108890
 """MindSpore refuses a `block_len` above 64 MiB + 50."""
@@ -108,7 +108,7 @@ def parse_head(mode: CipherMode, head: bytes, *, offset: int) -> RecordHead:
     return RecordHead(tag=head[_MAGIC_BYTES:end_of_tag], iv=iv, cipher_size=cipher_size)
 
 
-def find_records(source: Source, mode: CipherMode) -> Records:
+def find_records(source: Ciphertext, mode: CipherMode) -> Records:
     """Walk the record heads of a file from the first byte to the last.
 
     Raises:
@@ -135,7 +135,7 @@ def find_records(source: Source, mode: CipherMode) -> Records:
     return Records(starts=starts, ivs=bytes(ivs), has_crc_trailer=has_crc_trailer)
 
 
-def read_head(source: Source, mode: CipherMode, *, offset: int) -> RecordHead:
+def read_head(source: Ciphertext, mode: CipherMode, *, offset: int) -> RecordHead:
     """Return the record head at `offset`; raises as `find_records` does."""
     size = head_size(mode)
     head = read_bytes(source, offset, length=min(size, source.size - offset))
@@ -144,14 +144,14 @@ def read_head(source: Source, mode: CipherMode, *, offset: int) -> RecordHead:
     return parse_head(mode, head, offset=offset)
 
 
-def read_bytes(source: Source, offset: int, *, length: int) -> bytes:
+def read_bytes(source: Ciphertext, offset: int, *, length: int) -> bytes:
     """Return `length` bytes; the caller has checked that the source has them."""
     buffer = bytearray(length)
     source.read_into(offset, memoryview(buffer))
     return bytes(buffer)
 
 
-def _check_first(source: Source, mode: CipherMode) -> None:
+def _check_first(source: Ciphertext, mode: CipherMode) -> None:
     first = read_bytes(source, 0, length=min(_MAX_HEAD_BYTES, source.size))
     if len(first) < _MAGIC_BYTES:
         raise TruncatedCiphertextError(
@@ -185,7 +185,7 @@ def _is_legacy(first: bytes, file_size: int) -> bool:
     return bool(magic == _MAGIC and iv_size == IV_BYTES and is_whole)
 
 
-def _is_crc_trailer(source: Source, offset: int) -> bool:
+def _is_crc_trailer(source: Ciphertext, offset: int) -> bool:
     if offset == 0 or source.size - offset != _CRC_BYTES:
         return False
     return read_bytes(source, offset, length=len(_CRC_MARK)) == _CRC_MARK

@@ -20,7 +20,7 @@ from ..cbc_batches import FindLanes, lanes_for
 from ..ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from ..errors import TruncatedCiphertextError
 from ..keys.key import Key
-from ..source import Source, is_remote
+from ..source import Ciphertext, is_remote
 from .layout import BlockLayout, read_layout
 from .reader import BlockReader
 from .records import head_size, read_bytes
@@ -28,7 +28,7 @@ from .seal import crc_trailer
 
 
 def open_blocks(
-    source: Source,
+    source: Ciphertext,
     key: Key,
     mode: str,
     *,
@@ -69,7 +69,7 @@ class BlockSource:
 
     def __init__(
         self,
-        source: Source,
+        source: Ciphertext,
         key: Key,
         *,
         mode: CipherMode,

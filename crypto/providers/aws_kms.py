@@ -202,7 +202,7 @@ def _translated(response: Mapping[str, object]) -> ProviderError:
 
 
 def _line(text: str) -> str:
-    """Return what a server or a library said as one printable line of limited length."""
+    """Return the message of a server or a library as one printable line of limited length."""
     line = " ".join("".join(one if one.isprintable() else " " for one in text).split())
     return line if len(line) <= MAX_SHOWN_CHARACTERS else f"{line[:MAX_SHOWN_CHARACTERS]}..."
 

@@ -36,7 +36,7 @@ _FORM_SLACK = 0.2 / 8
 _MOST_OF_ONE_BYTE = 32  # bytes that zstd needs for a sample in which all bytes are the same
 
 
-class PlanePart(NamedTuple):
+class PlannedPlane(NamedTuple):
     """A plane to be made: coded by `coder`, or stored, or if all are the same `constant`."""
 
     first_byte: int
@@ -49,7 +49,7 @@ class Division(NamedTuple):
     """How a frame is divided."""
 
     form: int
-    parts: Sequence[PlanePart]
+    parts: Sequence[PlannedPlane]
 
 
 def compressor(level: int, **parameters: int) -> zstandard.ZstdCompressor:
@@ -62,7 +62,7 @@ def compressor(level: int, **parameters: int) -> zstandard.ZstdCompressor:
     return zstandard.ZstdCompressor(compression_params=chosen)
 
 
-class CoderChooser:
+class PlaneChooser:
     """Chooses for one thread at a time; `level` is that of zstd."""
 
     def __init__(self, level: int) -> None:
@@ -142,7 +142,7 @@ def _same_bytes(numbers: Numbers, form: int) -> dict[int, int]:
 
 def _parts(
     same: dict[int, int], coders: dict[int, zstandard.ZstdCompressor], size: int, form: int
-) -> list[PlanePart]:
+) -> list[PlannedPlane]:
     """Return stored planes, as wide as they can be, before all others."""
     stored, others = [], []
     at = 0
@@ -150,15 +150,15 @@ def _parts(
         if at in same:
             stop = next((one for one in range(at, size) if one not in same), size)
             value = int.from_bytes(bytes(same[one] for one in range(at, stop)), "little")
-            others.append(PlanePart(at, stop - at, constant=value))
+            others.append(PlannedPlane(at, stop - at, constant=value))
         elif at in coders:
             stop = at + 1
-            others.append(PlanePart(at, 1, coder=coders[at]))
+            others.append(PlannedPlane(at, 1, coder=coders[at]))
         else:
             # The last two bytes in the float form are each taken by themselves.
             last = at + 1 if form == FLOAT and at == size - 2 else size - 2 * (form == FLOAT)
             end = next((one for one in range(at, last) if one in same or one in coders), last)
             stop = at + next(width for width in STORED_WIDTHS if at + width <= end)
-            stored.append(PlanePart(at, stop - at))
+            stored.append(PlannedPlane(at, stop - at))
         at = stop
     return [*stored, *others]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import UnsupportedError
-from .division import CoderChooser, Division, PlanePart
+from .division import Division, PlaneChooser, PlannedPlane
 from .elements import Numbers, last_pairs, take_bytes, take_exponents, take_signs
 from .planes import CONSTANT, FLOAT, Plane, encode_head, head_size
 from .planes import STORED as STORED_PLANE
@@ -56,7 +56,7 @@ class FramePacker:
 
     def __init__(self, *, level: int) -> None:
         check_level(level)
-        self._chooser = CoderChooser(level)
+        self._chooser = PlaneChooser(level)
         self._stored = bytearray()
         self._room = bytearray()
 
@@ -113,7 +113,7 @@ class _Work:
         self._plane, self._signs = room[:count], room[count : 2 * count]
         self._pairs = last_pairs(numbers, room[2 * count :]) if is_float else None
 
-    def put(self, part: PlanePart, stored: memoryview) -> Plane:
+    def put(self, part: PlannedPlane, stored: memoryview) -> Plane:
         """Put a plane at the start of `stored`."""
         size = part.width * len(self._numbers)
         if part.constant is not None:
@@ -132,7 +132,7 @@ class _Work:
             stored[:size] = source
         return Plane(first_byte=part.first_byte, width=part.width, method=method, stored_bytes=size)
 
-    def _take(self, part: PlanePart, target: memoryview) -> None:
+    def _take(self, part: PlannedPlane, target: memoryview) -> None:
         plane: Numbers = np.frombuffer(target, f"<u{part.width}")
         from_end = self._numbers.itemsize - part.first_byte
         if self._pairs is not None and from_end == 1:

@@ -6,7 +6,7 @@
 * Smaller neighbours share a frame: a frame costs 56 bytes and a call, and zstd uses their
   similarity.
 
->>> [one.size for one in plan_frames([DataRun("header", 1, 100), DataRun("float32", 4, 5 << 20)])]
+>>> [one.size for one in plan_frames([ElementRun("header", 1, 100), ElementRun("float32", 4, 5 << 20)])]
 [100, 4194304, 1048576]
 """
 
@@ -23,7 +23,7 @@ MIXED = "mixed"
 _OWN_FRAMES_BYTES = 1 << 20
 
 
-class DataRun(NamedTuple):
+class ElementRun(NamedTuple):
     """Neighbouring bytes that are elements of one type, `label`; `size` in bytes."""
 
     label: str
@@ -40,17 +40,17 @@ class PlannedFrame(NamedTuple):
     label: str
 
 
-def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[DataRun]:
+def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[ElementRun]:
     """Yield the runs of a safetensors file: the header, then its tensors in file order."""
     header = index.entries[0].pieces[0].offset if index.entries else size_bytes
-    yield DataRun(HEADER, 1, header)
+    yield ElementRun(HEADER, 1, header)
     for entry in index.entries:
         dtype = entry.spec.dtype
         parts = 2 if dtype.name == "complex64" else 1  # two float32
-        yield DataRun(dtype.name, dtype.item_bytes // parts, entry.spec.size_bytes)
+        yield ElementRun(dtype.name, dtype.item_bytes // parts, entry.spec.size_bytes)
 
 
-def plan_frames(runs: Iterable[DataRun]) -> list[PlannedFrame]:
+def plan_frames(runs: Iterable[ElementRun]) -> list[PlannedFrame]:
     """Return the frames of a file of these runs, in file order."""
     frames: list[PlannedFrame] = []
     shared: PlannedFrame | None = None
@@ -78,7 +78,7 @@ def plan_frames(runs: Iterable[DataRun]) -> list[PlannedFrame]:
     return [frame for frame in frames if frame.size]
 
 
-def _frames_of(run: DataRun, start: int) -> Iterator[PlannedFrame]:
+def _frames_of(run: ElementRun, start: int) -> Iterator[PlannedFrame]:
     for at in range(0, run.size, FRAME_BYTES):
         size = min(FRAME_BYTES, run.size - at)
         yield PlannedFrame(start + at, size, run.item_bytes, run.label)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..errors import ChecksumError, FormatError, UnsupportedError
-from ..file_crc import TRAILER_BYTES, crc32, decode_trailer
+from ..file_crc import TRAILER_BYTES, BodyCrc, FileCrc, crc32, decode_trailer
 from ..index import (
     READ_BYTES,
     ContentRun,
@@ -45,6 +46,16 @@ class CkptIndex:
     metadata: Mapping[str, str] | None
     crc: int | None
     body_bytes: int
+    format: ClassVar[str] = "ckpt"
+
+    @property
+    def listed(self) -> tuple[CkptEntry, ...]:
+        """The entries in the order that users see."""
+        return self.entries
+
+    def start_crc(self) -> FileCrc:
+        """Return a new computation of the CRC32 in the file."""
+        return BodyCrc(self.body_bytes)
 
     def tensors(self) -> Iterator[TensorEntry]:
         """Yield every tensor, those of map parameters included, in file order."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every element type is compressed, with and without a key; what is left of it is known before."""
+"""Every element type is compressed, with and without a key; its remaining size is known before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bare disk: what it is asked for is really done, alone, with other work, and beside a training loop."""
+"""The bare disk: each request is really carried out, alone, with other work, and beside a training loop."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_raw_disk_error_of_a_transfer_is_raised(tmp_path: Path) -> None:
 def test_raw_library_with_new_memory_has_the_whole_file_in_it(tmp_path: Path, what: str) -> None:
     (limit,) = Library({}, _LARGE_BYTES, directory=tmp_path, rest_s=0).contestants()
     limit.actions["save"](tmp_path / "file.raw")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the memory in use
     before = _peak_bytes()
     limit.actions[what](tmp_path / "file.raw")
     assert _peak_bytes() - before > _LARGE_BYTES * 0.9

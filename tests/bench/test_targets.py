@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts follow from medians; what was not measured is not judged."""
+"""Verdicts follow from medians; a value that was not measured is not judged."""
 
 from __future__ import annotations
 

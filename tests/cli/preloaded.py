@@ -96,7 +96,7 @@ def _import_everything() -> None:
 
 
 def _serve(requests: socket.socket) -> Callable[[], None] | None:
-    """Answer requests; return None at the end of them, and in a fork what it is to do."""
+    """Answer requests; return None at the end of them, and in a fork its task."""
     while True:
         message, fds, _, _ = socket.recv_fds(requests, _MOST, 3)
         if not message:
@@ -150,7 +150,7 @@ def _stream(number: int, mode: str, encoding: str) -> TextIO:
 
 if __name__ == "__main__":
     _import_everything()
-    gc.freeze()  # the forks need not look at what is here already, when they end
+    gc.freeze()  # the forks need not look at existing objects when they end
     with socket.socket(fileno=int(sys.argv[1])) as server:
         work = _serve(server)
     if work is not None:

@@ -51,7 +51,7 @@ def run(
 
 
 def run_json(*arguments: str | Path, env: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a command with `--json` that must succeed and return what it prints."""
+    """Run a command with `--json` that must succeed and return its output."""
     result = run(*arguments, "--json", env=env)
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)

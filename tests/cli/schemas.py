@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a command with `--json` and compare what it prints with its schema in `docs/schemas`."""
+"""Run a command with `--json` and compare its output with its schema in `docs/schemas`."""
 
 from __future__ import annotations
 

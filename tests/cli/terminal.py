@@ -64,7 +64,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What is on the screen, lines joined."""
+        """The text on the screen, lines joined."""
         return "\n".join(self.lines)
 
     @property
@@ -73,7 +73,7 @@ class Terminal:
         return not self._screen.cursor.hidden and self._screen.cursor.x == 0
 
     def until(self, text: str) -> str:
-        """Wait until a text is on the screen; return what is on it."""
+        """Wait until a text is on the screen; return the screen."""
         end = time.monotonic() + _DEADLINE_S
         while text not in self.text:
             if not self._read(end - time.monotonic()):

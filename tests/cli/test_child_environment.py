@@ -8,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.crypto.providers.exec import ExecProvider
 from ckptmgr.crypto.providers.provider import ProviderError
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run_process
+from tests.support import api
 from tests.support.saved import KEY, OTHER_KEY, save_run
 
 SECRET = OTHER_KEY.raw.hex()[:-1] + "7"
@@ -28,7 +27,7 @@ def printing_environment(tmp_path: Path, *, then: str) -> tuple[Path, Path]:
 
 
 def test_key_program_gets_no_other_key(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs", [1], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "runs", [1], options=api.SaveOptions(key=KEY))
     program, seen = printing_environment(tmp_path, then=f"echo {KEY.raw.hex()}")
     result = run_process(
         "ls",

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli import _COMMANDS
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.preloaded import Preloaded, preloaded
 from tests.cli.running import key_file, process_env
+from tests.support import api
 from tests.support.saved import KEY, OTHER_KEY, items, save_run
 
 DEVICE = Path("/dev/full")
@@ -33,7 +33,10 @@ def forker() -> Iterator[Preloaded]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Plain and sealed runs, and keys, which all commands share."""
     folder = tmp_path_factory.mktemp("place")
-    for name, options in (("plain", None), ("sealed", SaveOptions(format="safetensors", key=KEY))):
+    for name, options in (
+        ("plain", None),
+        ("sealed", api.SaveOptions(format="safetensors", key=KEY)),
+    ):
         save_run(folder / name, [10, 20], options=options, content=items()[:1])
     key_file(folder)
     (folder / "new").mkdir()
@@ -98,7 +101,7 @@ ALL: Mapping[str, Callable[[Path], Arguments]] = {
 def ended(
     forker: Preloaded, arguments: Arguments, *, out: int, err: int, **more: object
 ) -> tuple[int, str]:
-    """Run a command with these streams, and return its exit code and what it wrote to a pipe at -1."""
+    """Run a command with these streams, and return its exit code and its output to a pipe at -1."""
     reader, writer = os.pipe()
     null = os.open(os.devnull, os.O_RDWR)
     streams = (null, writer if out < 0 else out, writer if err < 0 else err)

@@ -16,7 +16,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
 from ckptmgr.cli import cli
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import load_signing_key
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
@@ -26,6 +25,7 @@ from tests.cli.test_secrets import Transcript, make_key, transcript
 from tests.maintenance import test_repair
 from tests.maintenance.test_repair import damage
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 
 __all__ = ["transcript"]  # the fixture
 
@@ -35,10 +35,10 @@ PEM_FILES = {"x25519": "alice", "mlkem768-x25519": "bob", "ed25519": "signer", "
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """Files with secrets, and what is in them."""
+    """Files with secrets, and their content."""
 
     folder: Path
-    keys: dict[str, Key]
+    keys: dict[str, api.Key]
 
     def source(self, name: str) -> str:
         scheme = {"phrase": "passphrase:file", "wrapped": "wrapped"}.get(name, "file")
@@ -66,12 +66,12 @@ def secrets(tmp_path: Path, transcript: Transcript) -> Secrets:
         assert made.exit_code == 0, made.stderr
     private = load_pem_private_key((folder / "alice").read_bytes(), None)
     assert isinstance(private, X25519PrivateKey)
-    keys["alice"] = Key(private.private_bytes_raw())
-    keys["signer"] = Key(load_signing_key(f"file:{folder / 'signer'}").raw)
+    keys["alice"] = api.Key(private.private_bytes_raw())
+    keys["signer"] = api.Key(load_signing_key(f"file:{folder / 'signer'}").raw)
     phrase = folder / "phrase"
     phrase.touch(mode=0o600)
     phrase.write_bytes(b"correct horse #7\n")
-    keys["phrase"] = Key(b"correct horse #7")
+    keys["phrase"] = api.Key(b"correct horse #7")
     found = Secrets(folder, keys)
     line = ("keygen", "--service", f"local:{found.source('kek')}", "-o", folder / "wrapped")
     assert transcript.add_result(run(*line)).exit_code == 0

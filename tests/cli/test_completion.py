@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr completion`, and what the scripts ask for."""
+"""`ckptmgr completion`, and the requests of its scripts."""
 
 from __future__ import annotations
 

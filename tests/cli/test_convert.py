@@ -9,14 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.job import SaveOptions
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import KEY, flip, save_run
 
 WEIGHTS = (np.random.default_rng(0).standard_normal(20_000) * 0.02).astype(np.float32)
@@ -26,7 +22,7 @@ CONTENT = [tensor_from_array("w", WEIGHTS), tensor_from_array("m", np.zeros(9000
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A directory with the plain checkpoints of two steps."""
-    options = SaveOptions(format="safetensors")
+    options = api.SaveOptions(format="safetensors")
     save_run(tmp_path / "run", [10, 20], options=options, content=CONTENT)
     return tmp_path / "run"
 
@@ -80,7 +76,7 @@ def test_json_tells_ratio_and_speed_of_each_element_type(directory: Path) -> Non
 
 def test_encrypted_checkpoint_keeps_its_name(tmp_path: Path) -> None:
     source = key_file(tmp_path)
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     (path,) = save_run(tmp_path / "run", [10], options=options, content=CONTENT)
     path.rename(path.with_name("net.safetensors.ckpe"))
     (path.parent / f"{path.name}.manifest.json").unlink()
@@ -98,7 +94,7 @@ def test_encrypted_checkpoint_keeps_its_name(tmp_path: Path) -> None:
 
 
 def test_signed_checkpoint_is_converted_with_its_signing_key_only(tmp_path: Path) -> None:
-    signer = SigningKey(bytes(range(32)))
+    signer = api.SigningKey(bytes(range(32)))
     config = CheckpointConfig(format="safetensors", signing_key=signer)
     with CheckpointManager(tmp_path / "run", config, prefix="net") as manager:
         manager.save(1, {"w": WEIGHTS})
@@ -111,11 +107,11 @@ def test_signed_checkpoint_is_converted_with_its_signing_key_only(tmp_path: Path
     secret.chmod(0o600)
     signed = ("--signing-key", f"file:{secret}")
     assert run("convert", path, "--compression", "zstd", *signed).exit_code == 0
-    (target,) = Store(
-        tmp_path / "run", trust=Trust(trusted_keys=(signer.public_key,), allow_unencrypted=True)
-    ).scan()
-    manifest = Store(
-        tmp_path / "run", trust=Trust(trusted_keys=(signer.public_key,), allow_unencrypted=True)
+    (target,) = api.listed(
+        tmp_path / "run", trusted_keys=(signer.public_key,), allow_unencrypted=True
+    )
+    manifest = api.place(
+        tmp_path / "run", trusted_keys=(signer.public_key,), allow_unencrypted=True
     ).read_manifest(target.name)
     assert manifest is not None
     assert manifest.signed_by == signer.public_key.key_id
@@ -125,7 +121,7 @@ def test_unsigned_checkpoint_is_not_signed_by_converting_it(
     directory: Path, tmp_path: Path
 ) -> None:
     secret = tmp_path / "sign.key"
-    secret.write_bytes(SigningKey(bytes(range(32))).to_pem())
+    secret.write_bytes(api.SigningKey(bytes(range(32))).to_pem())
     secret.chmod(0o600)
     path = directory / "net-1_10.safetensors"
     result = run("convert", path, "--compression", "zstd", "--signing-key", f"file:{secret}")

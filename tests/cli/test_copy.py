@@ -10,19 +10,16 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import KEY, flip, items, save_run
 
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.requests import open_objects
 from ckptmgr.remote.download import download
 from tests.remote.buckets import listed, new_url, whole_names
 
@@ -43,7 +40,7 @@ def test_selected_checkpoint_is_copied_with_one_line(runs: Path) -> None:
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{runs}/net-1_2.ckpt → {url}/net-1_2.ckpt  ")
     assert result.stderr == ""
-    assert listed(open_objects(url)).keys() == {"net-1_2.ckpt"}
+    assert listed(api.open_objects(url)).keys() == {"net-1_2.ckpt"}
     again = run("copy", "2", url, "--dir", runs, charset="ascii")
     assert " -> " in again.stdout
     assert again.stdout.endswith("was there already\n")
@@ -54,7 +51,7 @@ def test_whole_directory_goes_there_and_back_byte_for_byte(runs: Path, tmp_path:
     document = run_with_schema("copy", runs, url)
     assert document["summary"]["copied"] == 3
     assert document["items"][0]["target"] == f"{url}/net-1_1.ckpt"
-    assert whole_names(open_objects(url), tmp_path) == _NAMES
+    assert whole_names(api.open_objects(url), tmp_path) == _NAMES
     back = tmp_path / "back"
     assert run("copy", url, back).exit_code == 0
     names = _NAMES | {f"{name}.manifest.json" for name in _NAMES}
@@ -89,7 +86,7 @@ def test_local_folder_of_the_local_store_is_a_store(runs: Path, tmp_path: Path) 
 def test_encrypted_checkpoint_needs_no_key_and_with_a_wrong_one_it_is_refused(
     tmp_path: Path,
 ) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=items()[:2])
     url = new_url()
     assert run("copy", tmp_path / "runs", url).exit_code == 0
@@ -112,7 +109,7 @@ def test_damaged_checkpoint_is_not_uploaded_and_the_others_are(runs: Path) -> No
     result = run("copy", runs, url)
     assert result.exit_code == 3
     assert "do not match the digest" in result.stderr
-    assert listed(open_objects(url)).keys() == _NAMES - {"net-1_2.ckpt"}
+    assert listed(api.open_objects(url)).keys() == _NAMES - {"net-1_2.ckpt"}
     assert run("copy", damaged, url).exit_code != 0
 
 
@@ -149,7 +146,7 @@ def test_name_that_no_object_can_have_is_refused_and_the_others_are_copied(
     assert result.exit_code == 3
     assert "no object can have a name with control characters" in result.stderr
     assert "hint: save with another prefix" in result.stderr
-    assert listed(open_objects(url)).keys() == _NAMES
+    assert listed(api.open_objects(url)).keys() == _NAMES
 
 
 def test_file_without_a_manifest_is_refused(runs: Path) -> None:
@@ -183,10 +180,10 @@ def test_live_run_keeps_its_directory(runs: Path, tmp_path: Path) -> None:
 def test_killed_download_is_continued_where_it_was_cut(tmp_path: Path, is_too_long: bool) -> None:
     big = bytes(range(256)) * (1 << 13) * 10  # two ranges
     save_run(tmp_path / "runs", [1], content=_tensor(big))
-    objects = open_objects(new_url())
+    objects = api.open_objects(new_url())
     there = RemoteDirectory(objects, clock=lambda: 0.0)
-    there.upload(Store(tmp_path / "runs"), "net-1_1.ckpt")
-    target = Store(tmp_path / "back", trust=Trust())
+    there.upload(api.place(tmp_path / "runs"), "net-1_1.ckpt")
+    target = api.place(tmp_path / "back", trust=api.Trust())
     with target.lease("net"):
         with contextlib.suppress(Died):
             dying = CountedObjects(objects, last=3, is_over=False)

@@ -14,14 +14,12 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import key_file, process_env, run, run_json, run_process
 from tests.cli.test_verify import SIGNER, signed_run
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, items, save_run
 
-SEALED = SaveOptions(key=KEY, has_crc=True)
+SEALED = api.SaveOptions(key=KEY, has_crc=True)
 
 
 @pytest.fixture
@@ -39,7 +37,7 @@ def sealed(tmp_path: Path) -> Path:
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     """The same checkpoint, plain."""
-    return save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=True))[0]
+    return save_run(tmp_path / "plain", [10], options=api.SaveOptions(has_crc=True))[0]
 
 
 def test_decrypt_to_a_file_gives_the_plain_bytes(
@@ -246,7 +244,7 @@ def test_process_writes_the_pipe(sealed: Path, plain: Path, source: str) -> None
 def test_encrypt_and_decrypt_of_safetensors_into_directories_change_the_name(
     tmp_path: Path, source: str
 ) -> None:
-    options = SaveOptions(format="safetensors")
+    options = api.SaveOptions(format="safetensors")
     (plain,) = save_run(tmp_path / "plain", [10], options=options, content=items()[:1])
     for name in ("sealed", "out"):
         (tmp_path / name).mkdir()
@@ -258,12 +256,12 @@ def test_encrypt_and_decrypt_of_safetensors_into_directories_change_the_name(
 
 
 def test_container_is_shown_with_its_cipher(tmp_path: Path, source: str) -> None:
-    options = SaveOptions(format="safetensors")
+    options = api.SaveOptions(format="safetensors")
     (plain,) = save_run(tmp_path / "plain", [10], options=options, content=items()[:1])
     sealed = tmp_path / "x.safetensors.ckpe"
     mode = ("--mode", "SM4-GCM")
     assert run("encrypt", plain, "-o", sealed, "--key", source, *mode).exit_code == 0
-    (tmp_path / manifest_name(sealed.name)).unlink()
+    (tmp_path / api.manifest_name(sealed.name)).unlink()
     (listed,) = run_json("ls", tmp_path)["items"]
     assert listed["cipher"] == "SM4-GCM"
     shown = run("inspect", sealed, "--key", source, "--allow-unsealed")
@@ -346,10 +344,10 @@ def test_pipe_of_a_bad_file_carries_nothing_but_checked_bytes_and_fails(
 def test_decrypt_with_a_public_key_refuses_what_it_did_not_sign(
     tmp_path: Path, source: str
 ) -> None:
-    public = signed_run(tmp_path, SIGNER, options=SaveOptions(key=KEY))
+    public = signed_run(tmp_path, SIGNER, options=api.SaveOptions(key=KEY))
     (path,) = (tmp_path / "runs").glob("*.ckpt")
     stranger = tmp_path / "stranger.pem.pub"
-    stranger.write_bytes(SigningKey(bytes(32)).public_key.to_pem())
+    stranger.write_bytes(api.SigningKey(bytes(32)).public_key.to_pem())
     arguments: list[str | Path] = ["decrypt", path, "-o", tmp_path / "out.ckpt", "--key", source]
     assert run(*arguments, "--public-key", stranger).exit_code == Exit.KEY
     assert not (tmp_path / "out.ckpt").exists()

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint, save_state
-from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    save_checkpoint,
+    save_state,
+)
 from ckptmgr.maintenance.diff_sides import open_side
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, process_env, run
 from tests.cli.schemas import run_with_schema
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, save_run
 
 W = np.arange(12, dtype=np.float32).reshape(3, 4)
@@ -136,7 +140,7 @@ def test_place_of_the_data_loaders_is_compared(tmp_path: Path) -> None:
 def test_set_that_is_removed_after_the_listing_is_not_found(tmp_path: Path) -> None:
     found = save_ranks(tmp_path)
     (tmp_path / f"{found.name}.manifest.json").unlink()
-    with pytest.raises(CheckpointNotFound), open_side(Store(tmp_path), found, ReadOptions()):
+    with pytest.raises(CheckpointNotFound), open_side(api.place(tmp_path), found, api.reading()):
         pass
 
 

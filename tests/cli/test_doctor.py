@@ -13,19 +13,17 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import StoreLocked
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.mounts import Mount
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance import doctor_disk
 from ckptmgr.maintenance.doctor import Finding, check_space, check_versions
 from ckptmgr.maintenance.doctor_disk import check_disk
-from ckptmgr.store import trash
-from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from tests.cli.running import key_file, run
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.saved import KEY, START_S, flip, save_run
 
 CHECKS = ["writable", "fsync", "clock", "locks", "space", "leftovers", "keys", "versions", "resume"]
@@ -118,7 +116,7 @@ def test_each_run_of_a_directory_is_resumed(tmp_path: Path) -> None:
 
 
 def test_key_is_described_by_its_id_and_the_mode_of_its_file(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     source = key_file(tmp_path)
     assert grades(tmp_path / "runs")["keys"][0] == "warn"
     without = run("doctor", tmp_path / "runs").stdout
@@ -131,7 +129,7 @@ def test_key_is_described_by_its_id_and_the_mode_of_its_file(tmp_path: Path) -> 
 
 
 def test_wrong_key_fails_the_resume(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     wrong = key_file(tmp_path, hex_digits="ab" * 32)
     assert grades(tmp_path / "runs", "--key", wrong, code=1)["resume"][0] == "fail"
 
@@ -152,17 +150,17 @@ def test_what_cannot_be_read_is_a_failed_check(
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(trash, "batches", fail)
+    monkeypatch.setattr(DirectoryTrash, "batches", fail)
     failed = grades(tmp_path, code=1)
     assert failed["leftovers"] == ("fail", "the trash cannot be read: Input/output error")
-    monkeypatch.setattr(Store, "scan_for", fail)
+    monkeypatch.setattr(api.Place, "scan_for", fail)
     assert grades(tmp_path, code=1)["listing"][0] == "fail"
 
 
 def test_save_in_progress_is_no_leftover(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     own = temp_name("net-1_1.ckpt", token=ProcProcesses().token(), series="net")
-    with Store(tmp_path).lease("net"):
+    with api.place(tmp_path).lease("net"):
         (tmp_path / own).write_bytes(b"x")
         assert grades(tmp_path)["leftovers"] == ("ok", "none; 1 being written now")
 
@@ -176,7 +174,7 @@ def test_slow_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(doctor_disk, "mount_of", lambda path: Mount("ext4", frozenset()))
     monkeypatch.setattr(doctor_disk, "_SLOW_SYNC_S", 0.0)
     (found,) = (
-        one for one in check_disk(OsFileSystem(), tmp_path, now_s=0) if one.check == "fsync"
+        one for one in check_disk(api.OsFileSystem(), tmp_path, now_s=0) if one.check == "fsync"
     )
     assert (found.grade, "that is slow" in found.message) == ("warn", True)
 
@@ -201,7 +199,7 @@ def test_clock_that_differs_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_clock_is_not_ahead_where_a_file_is_created_slowly(tmp_path: Path) -> None:
-    class SlowDisk(OsFileSystem):
+    class SlowDisk(api.OsFileSystem):
         """A disk whose files have the time at which they are looked at."""
 
         def create(self, path: Path, **more: Any) -> Any:
@@ -217,7 +215,7 @@ def test_clock_is_not_ahead_where_a_file_is_created_slowly(tmp_path: Path) -> No
     assert (found["clock"].grade, found["clock"].figures) == ("ok", {"ahead_s": 0.0})
 
 
-class Disk(OsFileSystem):
+class Disk(api.OsFileSystem):
     """A disk with one fault."""
 
     def __init__(self, fault: str) -> None:
@@ -284,12 +282,12 @@ def test_durability_says_what_the_file_system_promises(
     monkeypatch.setattr(doctor_disk, "mount_of", lambda path: mount)
     monkeypatch.setenv("LD_PRELOAD", preload)
     (found,) = (
-        one for one in check_disk(OsFileSystem(), tmp_path, now_s=0) if one.check == "fsync"
+        one for one in check_disk(api.OsFileSystem(), tmp_path, now_s=0) if one.check == "fsync"
     )
     assert (found.grade, message in found.message) == (grade, True)
 
 
-class FullDisk(OsFileSystem):
+class FullDisk(api.OsFileSystem):
     def __init__(self, free: int | None, inodes: int | None) -> None:
         super().__init__()
         self.figures = (free, inodes)
@@ -316,7 +314,7 @@ def test_space_is_compared_with_the_largest_checkpoint(
     tmp_path: Path, free: int | None, inodes: int | None, grade: str
 ) -> None:
     save_run(tmp_path, [10])
-    store = Store(tmp_path, fs=FullDisk(free, inodes))
+    store = api.place(tmp_path, fs=FullDisk(free, inodes))
     assert check_space(store, store.scan()).grade == grade
 
 

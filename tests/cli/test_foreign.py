@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.foreign.layouts import LAYOUTS
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.cli.test_prune import Terminal
+from tests.support import api
 from tests.support.foreign import (
     GOLDEN,
     TOOLS,
@@ -370,7 +370,7 @@ def test_expired_trash_stays_while_nothing_whole_is_outside(tmp_path: Path) -> N
     assert prune(directory, "last(1)") == 0
     overwrite(directory / "2/_CHECKPOINT_METADATA", b"{")
     result = run("prune", directory, "--keep", "last(1)", "--yes", now_s=LATER_S + 90_000)
-    assert "nothing whole of its tool is left" in result.stdout
+    assert "nothing whole of a run is left" in result.stdout
     assert run("prune", directory, "--undo").exit_code == 0
     assert names_in(directory) == ["1", "2"]
 
@@ -400,10 +400,16 @@ def test_one_checkpoint_is_not_pruned_by_itself(tmp_path: Path) -> None:
     assert f"ckptmgr prune {directory}" in result.stderr
 
 
-@pytest.mark.parametrize("options", [("--by-series",), ("--series", "orbax")])
-def test_options_about_series_are_refused(options: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [(("--by-series",), ["2"]), (("--series", "orbax"), ["2"]), (("--series", "net"), ["1", "2"])],
+)
+def test_series_of_a_checkpoint_is_its_tool(
+    options: tuple[str, ...], left: list[str], tmp_path: Path
+) -> None:
     directory = golden_run("orbax", tmp_path / "run")
-    assert prune(directory, "last(1)", *options) == 2
+    assert prune(directory, "last(1)", *options) == 0
+    assert names_in(directory) == left
 
 
 def test_prune_without_a_terminal_wants_yes(tmp_path: Path) -> None:
@@ -509,14 +515,14 @@ def test_entry_that_cannot_be_moved_stays_and_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = any_run("torchtitan", tmp_path / "run")
-    replace = OsFileSystem.replace
+    replace = api.OsFileSystem.replace
 
-    def refused(disk: OsFileSystem, source: Path, target: Path) -> None:
+    def refused(disk: api.OsFileSystem, source: Path, target: Path) -> None:
         if source.name == "step-1":
             raise PermissionError(1, "Operation not permitted", str(source))
         replace(disk, source, target)
 
-    monkeypatch.setattr(OsFileSystem, "replace", refused)
+    monkeypatch.setattr(api.OsFileSystem, "replace", refused)
     result = run("prune", directory, "--keep", "last(1)", "--yes", now_s=LATER_S)
     assert result.exit_code == 2
     assert "Operation not permitted" in result.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stranger's files that ask for dear stretching of passphrases: what they cost a command and a program, in all."""
+"""A stranger's files that ask for dear stretching of passphrases: their total cost for a command and a program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+)
 from ckptmgr.cli.exits import Exit
-from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots import Slot, SlotType
 from ckptmgr.crypto.slots.stretching import MOST_STRETCHING_KIB
 from tests.cli.running import run, run_json
 from tests.crypto.container.containers import seal
+from tests.support import api
 from tests.support.stretches import (
     DEAREST,
     DEAREST_KIB,
@@ -131,7 +136,7 @@ def test_file_that_was_not_tried_is_named_with_the_way_out(runs: Path) -> None:
 
 def test_containers_share_the_budget_of_a_program(tmp_path: Path, stretches: Stretches) -> None:
     class Hostile:
-        def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
+        def wrap(self, data_key: api.Key, *, bound: bytes) -> Slot:
             return hostile_slot(SlotType.ARGON2ID, DEAREST)
 
     said = []

@@ -10,25 +10,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Pin
-from ckptmgr.files.save.job import SaveOptions
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, flip, save_run
 
-SEALED = SaveOptions(key=KEY, has_crc=True)
+SEALED = api.SaveOptions(key=KEY, has_crc=True)
 
 
 def test_envelope_and_tensors_of_a_plain_file(tmp_path: Path) -> None:
-    (path,) = save_run(tmp_path, [25], options=SaveOptions(has_crc=True), metrics={25: {"acc": 1}})
-    store = Store(tmp_path)
+    (path,) = save_run(
+        tmp_path, [25], options=api.SaveOptions(has_crc=True), metrics={25: {"acc": 1}}
+    )
+    store = api.place(tmp_path)
     with store.lease("net"):
-        store.change_pins(store.scan()[0], lambda _: (Pin(name="paper", reason="table 2"),))
+        store.change_pins(store.scan()[0], lambda _: (api.Pin(name="paper", reason="table 2"),))
     result = run("inspect", path, "--stats")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
@@ -153,7 +151,7 @@ def test_every_golden_file_is_shown_or_refused_with_a_reason(tmp_path: Path) -> 
 
 def with_stats(tmp_path: Path, **stats: float) -> str:
     (path,) = save_run(tmp_path, [10])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     manifest = store.read_manifest(path.name)
     assert manifest is not None
     size_bytes = manifest.file.digest.size_bytes
@@ -182,7 +180,7 @@ def test_cost_of_a_save_in_the_background(tmp_path: Path) -> None:
 
 def test_cost_that_is_not_noted_is_not_shown(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     manifest = store.read_manifest(path.name)
     assert manifest is not None
     store.update_manifest(replace(manifest, stats={}))

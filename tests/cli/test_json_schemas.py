@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ckptmgr.core.model import State
 from tests.cli.running import run
 from tests.cli.test_ranks import SHARDED, STRATEGIES
 from tests.cli.world import World, commands, make_world
+from tests.support import api
 from tests.support.json_schema import violations
 
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
@@ -278,7 +278,7 @@ def test_page_links_every_schema() -> None:
 
 def test_states_of_the_schemas_are_those_of_the_code() -> None:
     fields = schema_of("ls")["properties"]["items"]["items"]["properties"]
-    assert set(fields["state"]["enum"]) == {one.value for one in State}
+    assert set(fields["state"]["enum"]) == {one.value for one in api.State}
 
 
 def test_schemas_hold_every_object_of_ours_to_its_keys() -> None:

@@ -17,8 +17,8 @@ from ckptmgr.crypto.keys.signing import load_public_key, load_signing_key
 from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run, run_json
+from tests.support import api
 from tests.support.saved import save_run
 
 
@@ -129,7 +129,7 @@ def test_keygen_on_a_disk_that_fails_leaves_no_file(tmp_path: Path) -> None:
 def test_key_of_keygen_encrypts_and_decrypts(tmp_path: Path) -> None:
     key_file = tmp_path / "run.key"
     run("keygen", "-o", key_file)
-    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=True))
+    (plain,) = save_run(tmp_path / "plain", [10], options=api.SaveOptions(has_crc=True))
     sealed, opened = tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
     assert run("encrypt", plain, "-o", sealed, "--key", f"file:{key_file}").exit_code == 0
     assert run("decrypt", sealed, "-o", opened, "--key", f"file:{key_file}").exit_code == 0
@@ -167,7 +167,7 @@ def test_wrapped_key_encrypts_and_decrypts_where_its_service_is_named(
 ) -> None:
     wrapped = tmp_path / "run.wrapped"
     run("keygen", "--service", service, "-o", wrapped)
-    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=True))
+    (plain,) = save_run(tmp_path / "plain", [10], options=api.SaveOptions(has_crc=True))
     sealed, opened = tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
     env = {"CKPTMGR_KEY_SERVICE": service}
     source = f"wrapped:{wrapped}"

@@ -12,11 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Pin
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, overwrite, save_run, tree_of
 
 METRICS = {
@@ -28,10 +25,10 @@ METRICS = {
 def make_runs(directory: Path) -> Path:
     """Make a run with metrics, a pin, and a damaged file."""
     save_run(directory, [10, 20, 30], metrics=METRICS)
-    store = Store(directory)
+    store = api.place(directory)
     with store.lease("net"):
         (first,) = [c for c in store.scan() if c.step == 10]
-        store.change_pins(first, lambda _: (Pin(name="paper", reason="table 2"),))
+        store.change_pins(first, lambda _: (api.Pin(name="paper", reason="table 2"),))
     overwrite(directory / "net-3_10.ckpt", b"cut")
     return directory
 
@@ -125,7 +122,7 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "tool": None,
         "named_by": [],
         "checked": None,
-        "id": Store(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
+        "id": api.place(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
     }
     assert second["metrics"] == {"loss": None}
     assert third["state"] == "corrupt"
@@ -168,9 +165,9 @@ def test_file_in_place_of_a_directory_is_told_so(tmp_path: Path) -> None:
 
 def test_key_authenticates_the_manifests(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    save_run(runs, [10, 20], options=SaveOptions(key=KEY), metrics=METRICS)
+    save_run(runs, [10, 20], options=api.SaveOptions(key=KEY), metrics=METRICS)
     source = key_file(tmp_path)
-    manifest = runs / manifest_name("net-1_10.ckpt")
+    manifest = runs / api.manifest_name("net-1_10.ckpt")
     overwrite(manifest, manifest.read_bytes().replace(b"0.25", b"0.99"))
     states = {i["path"][-13:]: i["state"] for i in run_json("ls", runs, "--key", source)["items"]}
     assert states == {"net-1_10.ckpt": "corrupt", "net-2_10.ckpt": "ok"}
@@ -209,7 +206,7 @@ def test_json_is_ascii_whatever_the_names(tmp_path: Path) -> None:
 
 
 def test_wrong_key_is_said(tmp_path: Path) -> None:
-    save_run(tmp_path / "run", [10, 20], options=SaveOptions(key=OTHER_KEY))
+    save_run(tmp_path / "run", [10, 20], options=api.SaveOptions(key=OTHER_KEY))
     key = key_file(tmp_path)
     assert (
         "wrong key: none of these checkpoints" in run("ls", tmp_path / "run", "--key", key).stdout
@@ -219,7 +216,7 @@ def test_wrong_key_is_said(tmp_path: Path) -> None:
 
 
 def test_problem_of_many_checkpoints_is_said_once(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    save_run(tmp_path, [10, 20, 30], options=api.SaveOptions(key=KEY))
     other = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex())
     shown = run("ls", tmp_path, "--key", other).stdout
     assert re.findall(r"^.* is authenticated under key", shown, re.MULTILINE) == [

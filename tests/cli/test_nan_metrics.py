@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
 from tests.cli.running import process_env
+from tests.support import api
 from tests.support.saved import overwrite, save_run
 
 HANG_GUARD_S = 120.0
@@ -75,10 +74,10 @@ def test_two_readings_of_a_manifest_are_equal_and_another_value_is_not(tmp_path:
     assert one.metrics == other.metrics != changed.metrics
     not_figures: object = "loss"
     assert one.metrics not in ({}, not_figures)
-    assert Store(tmp_path / "a").scan() == Store(tmp_path / "a").scan()
+    assert api.listed(tmp_path / "a") == api.listed(tmp_path / "a")
 
 
-def manifest_in(directory: Path) -> Manifest:
-    manifest = Store(directory).read_manifest("net-1_10.ckpt")
+def manifest_in(directory: Path) -> api.Manifest:
+    manifest = api.place(directory).read_manifest("net-1_10.ckpt")
     assert manifest is not None
     return manifest

@@ -16,8 +16,8 @@ import pytest
 from click.testing import Result
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.store.store import Store
 from tests.cli.running import run
+from tests.support import api
 from tests.support.users import GROUP, USER, as_user
 
 Plant = Callable[[Path], object]
@@ -112,7 +112,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
 
 
 def answer(result: Result, series: str) -> list[dict[str, Any]]:
-    """Return the items about a series, without what the clock decides."""
+    """Return the items about a series, without the fields that the clock decides."""
     assert "internal error" not in result.stderr, result.stderr
     items = json.loads(result.stdout)["items"]
     for item in items:
@@ -156,7 +156,7 @@ def test_planted_run_does_not_keep_another_one_from_being_pruned(
     planted(directory, KINDS[kind])
     result = run("prune", directory, "--yes")
     assert "internal error" not in result.stderr
-    assert [one.step for one in Store(directory).scan() if one.series == "net"] == [2, 3]
+    assert [one.step for one in api.listed(directory) if one.series == "net"] == [2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,7 +167,7 @@ def test_planted_run_ends_neither_a_watch_nor_its_retention_of_another_one(
     planted(directory, KINDS[kind])
     result = run("watch", directory, "--once", "--prune")
     assert result.exit_code in (0, 1), result.stderr
-    assert [one.step for one in Store(directory).scan() if one.series == "net"] == [2, 3]
+    assert [one.step for one in api.listed(directory) if one.series == "net"] == [2, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -242,8 +242,8 @@ def test_policy_file_of_one_directory_does_not_end_the_retention_of_others(
     (bad / "ckptmgr.toml").write_text("keep = 3\n")
     result = run("watch", good, bad, "--once", "--prune")
     assert (result.exit_code, "keep is not a text" in result.stdout) == (1, True)
-    assert len(Store(good).scan()) == 4
-    assert len(Store(bad).scan()) == 6
+    assert len(api.listed(good)) == 4
+    assert len(api.listed(bad)) == 6
 
 
 def test_report_with_a_refused_policy_file_shows_the_directory(
@@ -285,7 +285,7 @@ def test_folder_that_may_not_be_read_is_named_and_the_rest_is_answered(
             result = run(*arguments)
             return result.exit_code, result.stdout, result.stderr
 
-        act()  # what it imports is imported then
+        act()  # its imports are done then
         shutil.rmtree(tree / "a/.ckptmgr-checks", ignore_errors=True)
         answered = as_user(act)
     assert isinstance(answered, list)

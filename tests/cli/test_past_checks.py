@@ -13,14 +13,9 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.maintenance.past_checks import FOLDER_NAME, recall, recorder
-from ckptmgr.maintenance.verdict import Level, Status, Verification
-from ckptmgr.maintenance.verify import verify_checkpoint
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, key_file, run, run_json
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import KEY, flip, save_run
 from tests.support.shard_sets import ATTEMPT, CONTENTS, SET, sharded
@@ -91,13 +86,15 @@ def test_damage_of_a_checkpoint_of_many_ranks_is_remembered(tmp_path: Path) -> N
     ]
     files = tuple(replace(sharded().shards[0], name=name) for name in names)
     many = replace(sharded(), file=files[0], shards=files, world_size=len(files))
-    (tmp_path / manifest_name(SET)).write_bytes(encode(many))
+    (tmp_path / api.manifest_name(SET)).write_bytes(api.encode_manifest(many))
     for name in names:
         (tmp_path / name).write_bytes(CONTENTS[0])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (found,) = store.scan()
     with recorder(store, at=found.saved_at) as kept:
-        kept.note(Verification(checkpoint=found, level=Level.QUICK, status=Status.DAMAGED))
+        kept.note(
+            api.Verification(checkpoint=found, level=api.Level.QUICK, status=api.Status.DAMAGED)
+        )
     assert recall(store, [found])[found.name].is_bad
     (tmp_path / names[0]).write_bytes(b"another one")
     assert not recall(store, [found])
@@ -143,7 +140,7 @@ def test_record_cannot_make_a_state_better(tmp_path: Path) -> None:
 
 def test_with_a_key_only_damage_is_shown(tmp_path: Path) -> None:
     runs = tmp_path / "run"
-    first, _ = save_run(runs, [10, 20], options=SaveOptions(key=KEY))
+    first, _ = save_run(runs, [10, 20], options=api.SaveOptions(key=KEY))
     key = key_file(tmp_path)
     run("verify", runs, "--key", key)
     assert checked(runs, "--key", key) == [None, None]
@@ -219,26 +216,26 @@ def test_check_of_one_checkpoint_keeps_what_is_known_of_the_others(tmp_path: Pat
 
 def test_runs_at_the_same_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     first, second = store.scan()
     with recorder(store, at=first.saved_at) as ours:
-        ours.note(verify_checkpoint(store, first))
+        ours.note(api.verify(store, first))
         assert set(recall(store, [first, second])) == {first.name}  # as soon as it is known
-        with recorder(Store(tmp_path), at=first.saved_at) as others:
-            others.note(verify_checkpoint(store, second))
+        with recorder(api.place(tmp_path), at=first.saved_at) as others:
+            others.note(api.verify(store, second))
         assert set(recall(store, [first, second])) == {first.name, second.name}
     assert set(recall(store, [first, second])) == {first.name, second.name}
 
 
 def test_results_of_a_killed_run_are_shown_and_taken_over(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path, processes=DeadProcesses())
+    store = api.place(tmp_path, processes=DeadProcesses())
     first, second = store.scan()
     killed = recorder(store, at=first.saved_at).__enter__()  # never left
-    killed.note(verify_checkpoint(store, first))
+    killed.note(api.verify(store, first))
     assert set(recall(store, [first, second])) == {first.name}
     with recorder(store, at=first.saved_at) as next_run:
-        next_run.note(verify_checkpoint(store, second))
+        next_run.note(api.verify(store, second))
     assert set(recall(store, [first, second])) == {first.name, second.name}
     assert len(records(tmp_path)) == 1
 
@@ -248,15 +245,15 @@ def test_results_of_a_run_on_another_machine_are_taken_over_when_they_are_a_day_
     age_s: int, is_taken_over: bool, tmp_path: Path
 ) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path, processes=ProcessesElsewhere())
+    store = api.place(tmp_path, processes=ProcessesElsewhere())
     first, second = store.scan()
     other = recorder(store, at=first.saved_at).__enter__()
-    other.note(verify_checkpoint(store, first))
+    other.note(api.verify(store, first))
     (path,) = records(tmp_path)
     before_s = path.stat().st_mtime - age_s
     os.utime(path, (before_s, before_s))
     with recorder(store, at=first.saved_at) as next_run:
-        next_run.note(verify_checkpoint(store, second))
+        next_run.note(api.verify(store, second))
     assert path.exists() is not is_taken_over
     assert set(recall(store, [first, second])) == {first.name, second.name}
     other.close()  # it was alive, and has lost nothing
@@ -289,14 +286,14 @@ def test_directory_that_cannot_be_written_is_verified_all_the_same(
     operation: str, tmp_path: Path
 ) -> None:
     save_run(tmp_path, [10])
-    plain = Store(tmp_path)
+    plain = api.place(tmp_path)
     (one,) = plain.scan()
-    answer = verify_checkpoint(plain, one)
-    disk = FailingDisk(OsFileSystem(), operation=operation, call=1, is_lasting=True)
-    with recorder(Store(tmp_path, fs=disk), at=one.saved_at) as made:
+    answer = api.verify(plain, one)
+    disk = FailingDisk(api.OsFileSystem(), operation=operation, call=1, is_lasting=True)
+    with recorder(api.place(tmp_path, fs=disk), at=one.saved_at) as made:
         made.note(answer)
         made.note(answer)
-    assert recall(Store(tmp_path, fs=disk), [one]) == {}
+    assert recall(api.place(tmp_path, fs=disk), [one]) == {}
     assert records(tmp_path) == []
 
 
@@ -305,12 +302,12 @@ def test_run_whose_records_get_no_name_keeps_them_where_they_were_written(
     operation: str, call: int, tmp_path: Path
 ) -> None:
     save_run(tmp_path, [10])
-    disk = FailingDisk(OsFileSystem(), operation=operation, call=call, is_lasting=True)
-    store = Store(tmp_path, fs=disk)
+    disk = FailingDisk(api.OsFileSystem(), operation=operation, call=call, is_lasting=True)
+    store = api.place(tmp_path, fs=disk)
     (one,) = store.scan()
     with recorder(store, at=one.saved_at) as made:
-        made.note(verify_checkpoint(store, one))
-    assert set(recall(Store(tmp_path), [one])) == {one.name}
+        made.note(api.verify(store, one))
+    assert set(recall(api.place(tmp_path), [one])) == {one.name}
 
 
 def test_files_without_a_manifest_have_no_record(tmp_path: Path) -> None:

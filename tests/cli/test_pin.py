@@ -10,12 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, save_run
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
@@ -51,30 +47,32 @@ def test_quiet_prints_the_path(tmp_path: Path) -> None:
 
 
 def test_authenticated_manifest_stays_authenticated(tmp_path: Path) -> None:
-    (path,) = save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    (path,) = save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     refused = run("pin", path)
     assert (refused.exit_code, "without its key" in refused.stderr) == (12, True)
     assert run("pin", path, "--key", key_file(tmp_path)).exit_code == 0
-    (found,) = Store(tmp_path / "runs", trust=Trust(keys=KEY)).scan()
-    assert (found.state, len(found.pins)) == (State.OK, 1)
+    (found,) = api.listed(tmp_path / "runs", keys=KEY)
+    assert (found.state, len(found.pins)) == (api.State.OK, 1)
 
 
 def save_sharded(directory: Path) -> None:
     directory.mkdir()
     for rank, content in enumerate(CONTENTS):
         (directory / shard(rank)).write_bytes(content)
-    (directory / manifest_name(SET)).write_bytes(encode(replace(sharded(), pins=())))
+    (directory / api.manifest_name(SET)).write_bytes(
+        api.encode_manifest(replace(sharded(), pins=()))
+    )
 
 
 def test_checkpoint_of_many_ranks_is_pinned_and_unpinned(tmp_path: Path) -> None:
     save_sharded(tmp_path / "runs")
     pinned = run("pin", "1", "--dir", tmp_path / "runs", "--reason", "table 2")
     assert pinned.stdout == f"{SET}  step 1  @pinned table 2\n"
-    (found,) = Store(tmp_path / "runs").scan()
-    assert (found.state, [pin.reason for pin in found.pins]) == (State.OK, ["table 2"])
+    (found,) = api.listed(tmp_path / "runs")
+    assert (found.state, [pin.reason for pin in found.pins]) == (api.State.OK, ["table 2"])
     assert run("unpin", "@pinned", "--dir", tmp_path / "runs").stdout.endswith("not pinned\n")
-    (found,) = Store(tmp_path / "runs").scan()
-    assert (found.state, found.pins) == (State.OK, ())
+    (found,) = api.listed(tmp_path / "runs")
+    assert (found.state, found.pins) == (api.State.OK, ())
 
 
 def test_checkpoint_of_many_ranks_is_named_by_its_path(tmp_path: Path) -> None:
@@ -98,7 +96,7 @@ def test_series_that_a_run_writes_and_file_that_is_overwritten_are_locked(
     tmp_path: Path, lease: str
 ) -> None:
     save_run(tmp_path, [10])
-    with Store(tmp_path).lease(lease):
+    with api.place(tmp_path).lease(lease):
         result = run("pin", "10", "--dir", tmp_path)
     assert (result.exit_code, "process" in result.stderr) == (11, True)
 

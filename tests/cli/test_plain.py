@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, overwrite, save_run
 
 ENV = {"CKPTMGR_KEY": KEY.raw.hex()}
@@ -47,13 +46,13 @@ def test_bare_files_are_plain_unless_one_is_encrypted(tmp_path: Path) -> None:
     assert run_json("ls", tmp_path, env=ENV)["items"][0]["state"] == "plain"
     shutil.copy(GOLDEN_FILES / "gcm128.ckpt", tmp_path / "CKP-1_1.ckpt")
     states = [item["state"] for item in run_json("ls", tmp_path, env=ENV)["items"]]
-    assert states == [State.UNPROVEN.value] * 2
+    assert states == [api.State.UNPROVEN.value] * 2
 
 
 @pytest.mark.parametrize("key", [KEY, OTHER_KEY])
 def test_one_checkpoint_of_a_key_makes_the_directory_strict(key: object, tmp_path: Path) -> None:
     save_run(tmp_path, [10])
-    save_run(tmp_path, [20], series="sealed", options=SaveOptions(key=key))  # type: ignore[arg-type]
+    save_run(tmp_path, [20], series="sealed", options=api.SaveOptions(key=key))  # type: ignore[arg-type]
     items = run_json("ls", tmp_path, env=ENV)["items"]
     assert "unproven" in [item["state"] for item in items]
     assert run("verify", tmp_path, env=ENV).exit_code in (12, 13)
@@ -76,7 +75,7 @@ def test_prune_decides_as_before(tmp_path: Path) -> None:
 
 
 def test_damage_under_a_key_does_not_make_a_directory_plain(tmp_path: Path) -> None:
-    (sealed,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
+    (sealed,) = save_run(tmp_path, [10], options=api.SaveOptions(key=KEY))
     overwrite(sealed, b"cut")
     (item,) = run_json("ls", tmp_path, env=ENV)["items"]
     assert (item["state"], item["run"] is None) == ("corrupt", False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The line about what takes long: when it appears, what it says, and that it harms nothing."""
+"""The progress line: when it appears, its text, and that it harms nothing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.cli.progress import ProgressLine
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.byte_counters import count_bytes, counting
-from ckptmgr.io.filesystem import OsFileSystem
+from tests.support import api
 
 MIB = 1 << 20
 
@@ -164,7 +164,7 @@ def test_counter_of_an_inner_block_takes_the_place_of_the_outer_one(tmp_path: Pa
     inner: list[int] = []
     with counting(lambda _, count: outer.append(count)):
         with counting(lambda _, count: inner.append(count)):
-            file = OsFileSystem().open(tmp_path / "file")
+            file = api.OsFileSystem().open(tmp_path / "file")
             file.read_into(0, memoryview(bytearray(10)))
             file.close()
         count_bytes("read", 3)

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CkptmgrError
 from ckptmgr.cli.policy_file import keep_in
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.store import trash
-from ckptmgr.store.store import Store
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import NOW_S, process_env, run, run_json, run_process
+from tests.support import api
 from tests.support.held import wait_until_asleep
 from tests.support.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
@@ -44,7 +43,7 @@ def runs(tmp_path: Path) -> Path:
 
 def steps(directory: Path) -> list[int]:
     """Return the steps in a directory."""
-    return sorted(c.step for c in Store(directory).scan())
+    return sorted(c.step for c in api.listed(directory))
 
 
 PLAN = """\
@@ -180,13 +179,13 @@ def test_quiet_and_json_tell_what_was_removed(runs: Path) -> None:
     assert quiet.stdout == f"{runs / 'net-100_10.ckpt'}\n"
     summary = run_json("prune", runs, "--keep", "last(5)", "--yes")["summary"]
     assert (summary["is_done"], summary["removed"]) == (True, [str(runs / "net-200_10.ckpt")])
-    assert summary["trash"] == str(runs / trash.TRASH_NAME / "20260302T100000.000001Z")
+    assert summary["trash"] == str(runs / TRASH_NAME / "20260302T100000.000001Z")
 
 
 def test_now_removes_at_once(runs: Path) -> None:
     result = run("prune", runs, "--keep", "last(6)", "--yes", "--now")
     assert result.stdout.endswith("removed 1 checkpoint, 144 B\n")
-    assert not (runs / trash.TRASH_NAME).exists()
+    assert not (runs / TRASH_NAME).exists()
 
 
 def test_old_trash_goes_with_a_later_prune(runs: Path) -> None:
@@ -197,7 +196,7 @@ def test_old_trash_goes_with_a_later_prune(runs: Path) -> None:
     assert "would be removed" not in run("prune", runs, "--keep", "all", "--dry-run").stdout
     result = run("prune", runs, "--keep", "all", "--yes", now_s=later)
     assert "note: removed 1 from the trash for good" in result.stderr
-    assert not (runs / trash.TRASH_NAME).exists()
+    assert not (runs / TRASH_NAME).exists()
 
 
 def test_trash_that_holds_the_last_whole_one_stays_and_says_so(tmp_path: Path) -> None:
@@ -213,7 +212,7 @@ def test_trash_that_holds_the_last_whole_one_stays_and_says_so(tmp_path: Path) -
 def test_grace_time_is_an_option(runs: Path) -> None:
     run("prune", runs, "--keep", "last(6)", "--yes")
     run("prune", runs, "--keep", "all", "--yes", "--grace", "0s")
-    assert not (runs / trash.TRASH_NAME).exists()
+    assert not (runs / TRASH_NAME).exists()
     assert run("prune", runs, "--keep", "all", "--grace", "soon").exit_code == 2
 
 
@@ -334,7 +333,7 @@ def test_missing_directory_exits_10(tmp_path: Path) -> None:
 
 
 def test_locked_series_exits_11_and_names_the_owner(runs: Path) -> None:
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         result = run("prune", runs, "--keep", "last(2)", "--yes")
     assert result.exit_code == 11
     assert f"process {os.getpid()}" in result.stderr
@@ -343,7 +342,7 @@ def test_locked_series_exits_11_and_names_the_owner(runs: Path) -> None:
 
 def test_locked_series_does_not_stop_the_others(runs: Path) -> None:
     save_run(runs, [10, 20, 30], series="other")
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         result = run("prune", runs, "--keep", "last(2)", "--yes", "--json")
     assert result.exit_code == 11
     assert json.loads(result.stderr.splitlines()[-1])["error"] == "StoreLocked"
@@ -433,7 +432,7 @@ def test_long_history_is_drawn_in_groups(tmp_path: Path) -> None:
 
 
 def test_encrypted_run_is_pruned_without_and_with_its_key(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    save_run(tmp_path, [10, 20, 30], options=api.SaveOptions(key=KEY))
     assert run("prune", tmp_path, "--keep", "last(2)", "--yes").exit_code == 0
     env = {"CKPTMGR_KEY": KEY.raw.hex()}
     assert run("prune", tmp_path, "--keep", "last(1)", "--yes", env=env).exit_code == 0
@@ -459,7 +458,7 @@ class Terminal:
         os.close(terminal)
 
     def question(self) -> bytes:
-        """Return what is shown up to the question."""
+        """Return the output up to the question."""
         shown = b""
         while b"[y/N]: " not in shown:
             shown += os.read(self._leader, 4096)
@@ -538,7 +537,7 @@ def test_trash_that_became_a_link_at_the_question_is_left_alone(
     runs: Path, tmp_path: Path, is_trash: bool
 ) -> None:
     assert run("prune", runs, "--keep", "last(6)", "--yes", now_s=0).exit_code == 0
-    (batch,) = (runs / trash.TRASH_NAME).iterdir()
+    (batch,) = (runs / TRASH_NAME).iterdir()
     swapped = batch.parent if is_trash else batch
     shutil.copytree(swapped, tmp_path / "precious")
     before = tree_of(tmp_path / "precious")
@@ -555,13 +554,13 @@ def test_trash_of_a_stranger_is_not_used(runs: Path) -> None:
     os.chown(runs, 12345, 12345)
     runs.chmod(
         0o1777
-    )  # as /tmp: everybody may put something there, and nobody may touch what others put
-    (runs / trash.TRASH_NAME).mkdir()
-    os.chown(runs / trash.TRASH_NAME, 777, 777)
+    )  # as /tmp: every user may add files there, and none may touch those of others
+    (runs / TRASH_NAME).mkdir()
+    os.chown(runs / TRASH_NAME, 777, 777)
     before = steps(runs)
     done = run("prune", runs, "--keep", "last(6)", "--yes")
     assert (done.exit_code, steps(runs)) == (2, before)
-    assert f"{runs / trash.TRASH_NAME}: belongs to user 777" in done.stderr
+    assert f"{runs / TRASH_NAME}: belongs to user 777" in done.stderr
 
 
 def test_typed_m_is_refused_and_read_in_a_configuration(tmp_path: Path) -> None:

@@ -10,15 +10,15 @@ import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
-from ckptmgr.parallel.layout import read_layouts
+from ckptmgr.parallel import read_layouts
 from tests.cli.running import run, run_json
+from tests.support import api
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "transform"
 STRATEGIES = GOLDEN / "strategies"
 SHARDED = GOLDEN / "dp2_mp2__to__dp2_mp4"
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 KEY_ENV = {"RUN_KEY": "00" * 32}
 
 
@@ -211,7 +211,7 @@ def signed_ranks(directory: Path, *, key: bytes | None) -> list[str | Path]:
         path.parent.mkdir(parents=True)
         save_checkpoint({"w": np.zeros(2)}, path, enc_key=key, signing_key=SIGNER)
     (directory / "sign.pem.pub").write_bytes(SIGNER.public_key.to_pem())
-    (directory / "other.pem.pub").write_bytes(SigningKey(bytes(32)).public_key.to_pem())
+    (directory / "other.pem.pub").write_bytes(api.SigningKey(bytes(32)).public_key.to_pem())
     layout = StrategyLayout(name="w", device_matrix=(2,), tensor_maps=((0,),))
     operators = (OperatorStrategy(name="op", stage=0),)
     strategy = encode_strategy(Strategy(layouts=(layout,), operators=operators))

@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager
 from ckptmgr.policy.rules import Finding, Rule
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.saved import KEY, save_run, tree_of
 
 
@@ -77,7 +76,7 @@ def test_prune_without_flags_applies_the_policy_of_the_run(tmp_path: Path) -> No
     assert run_json("prune", tmp_path, "--dry-run")["summary"]["policy"] == "last(1)"
     assert planned(tmp_path) == {"keep": [3], "drop": [1, 2]}
     assert run("prune", tmp_path, "--yes").exit_code == 0
-    assert [one.step for one in Store(tmp_path).scan()] == [3]
+    assert [one.step for one in api.listed(tmp_path)] == [3]
 
 
 def test_prune_without_flags_applies_the_policy_of_each_series(tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_policy_of_one_run_is_not_applied_to_another_of_the_same_series(
     result = run("prune", tmp_path, "--by-series", "--yes", "--now")
     said = f"the runs of series 'net' recorded different policies: last(1); {other or 'none'}"
     assert (result.exit_code, said in result.stderr) == (2, True)
-    assert len(Store(tmp_path).scan()) == 4
+    assert len(api.listed(tmp_path)) == 4
     assert planned(tmp_path, "--by-series", "--keep", "last(1)")["drop"] != []
 
 
@@ -149,7 +148,7 @@ def test_run_without_recorded_policy_is_named_and_stays(tmp_path: Path) -> None:
         f"{tmp_path} [b]  all stay: their run recorded no policy; --keep names one" in shown.stdout
     )
     assert run("prune", tmp_path, "--yes").exit_code == 0
-    assert sorted(one.step for one in Store(tmp_path).scan()) == [2, 10, 20]
+    assert sorted(one.step for one in api.listed(tmp_path)) == [2, 10, 20]
     only = run("prune", tmp_path, "--series", "b", "--yes")
     assert (only.exit_code, "no retention policy" in only.stderr) == (2, True)
 
@@ -181,7 +180,7 @@ def test_policy_in_a_manifest_that_others_can_write_is_refused(tmp_path: Path) -
     (tmp_path / "net-2.safetensors.manifest.json").chmod(0o666)
     result = run("prune", tmp_path, "--yes", "--now")
     assert (result.exit_code, "can be changed by others (mode 0666)" in result.stderr) == (2, True)
-    assert len(Store(tmp_path).scan()) == 2
+    assert len(api.listed(tmp_path)) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
@@ -257,7 +256,7 @@ def test_watch_prunes_by_the_recorded_policy(tmp_path: Path) -> None:
     train(tmp_path, [1, 2, 3], "last(1)")
     result = run("watch", tmp_path, "--once", "--prune")
     assert result.exit_code == 0, result.stderr
-    assert [one.step for one in Store(tmp_path).scan()] == [3]
+    assert [one.step for one in api.listed(tmp_path)] == [3]
 
 
 def test_watch_alarms_about_a_run_that_recorded_no_policy(tmp_path: Path) -> None:
@@ -265,4 +264,4 @@ def test_watch_alarms_about_a_run_that_recorded_no_policy(tmp_path: Path) -> Non
     save_run(tmp_path, [10, 20], series="b")
     result = run("watch", tmp_path, "--once", "--prune")
     assert (result.exit_code, "a run of series b has recorded none" in result.stdout) == (1, True)
-    assert sorted(one.step for one in Store(tmp_path).scan()) == [2, 10, 20]
+    assert sorted(one.step for one in api.listed(tmp_path)) == [2, 10, 20]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptmgr.crypto.keys.key import Key
 from tests.cli.running import run, run_json
 from tests.cli.test_rekey import source
 from tests.faults.training import KEY, RUNS
 from tests.maintenance.test_repair_sealed import WEIGHTS, ZSTD, saved
+from tests.support import api
 from tests.support.rekeying import NEW
 
 
@@ -20,7 +20,7 @@ def test_set_is_encrypted_anew_and_old_files_that_were_left_are_removed(tmp_path
     for name, content in before.items():
         (runs / name).write_bytes(content)
     new = source(tmp_path, NEW)
-    plan = ("reencrypt", runs, "--key", source(tmp_path, Key(KEY)), "--to", new)
+    plan = ("reencrypt", runs, "--key", source(tmp_path, api.Key(KEY)), "--to", new)
     (item,) = run_json(*plan, "--dry-run")["items"]
     assert (item["action"], item["is_done"]) == ("re-encrypt", False)
     assert run_json(*plan, "--yes")["summary"] == {"planned": 1, "done": 1, "failed": 0}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr rekey` and `ckptmgr reencrypt`: who opens what afterwards, what is said, what is refused."""
+"""`ckptmgr rekey` and `ckptmgr reencrypt`: who opens what afterwards, messages, refusals."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import run, run_json
 from tests.cli.test_prune import Terminal
+from tests.support import api
 from tests.support.rekeying import NEW, OLD, OTHER, openers, ring, save_run
 from tests.support.saved import flip, tree_of
 
 HEAD = 2 * 4096
 
 
-def source(directory: Path, key: Key) -> str:
+def source(directory: Path, key: api.Key) -> str:
     """Return a key as a source."""
     path = directory / f"{key.key_id}.key"
     path.touch(mode=0o600)
@@ -52,7 +50,7 @@ def rotation(tmp_path: Path) -> tuple[str, ...]:
 
 
 def who_opens(directory: Path) -> list[list[int]]:
-    found = sorted(Store(directory).scan(), key=lambda one: one.name)
+    found = sorted(api.listed(directory), key=lambda one: one.name)
     return [openers(one, [ring(OLD), ring(NEW)]) for one in found]
 
 
@@ -121,7 +119,7 @@ def test_rekey_removes_by_key_id_and_adds_several(tmp_path: Path) -> None:
     assert run("rekey", runs, "--key", key, *add, "--yes").exit_code == 0
     result = run("rekey", runs, "--key", phrase, "--remove", OLD.key_id, "--yes")
     assert result.exit_code == 0, result.stderr
-    for checkpoint in Store(runs).scan():
+    for checkpoint in api.listed(runs):
         assert openers(checkpoint, [ring(OLD), ring(private), ring("correct horse")]) == [1, 2]
     listed = run_json("ls", runs)["items"][0]
     assert listed["opened_by"] == [
@@ -152,7 +150,7 @@ def test_rekey_touches_nothing_when_the_key_does_not_open_everything(
     save_run(directory=tmp_path / "other", key=OTHER, steps=1)
     for path in (tmp_path / "other").glob("net*"):
         path.rename(runs / path.name.replace("net-1", "net-9"))
-    (runs / manifest_name("net-9.safetensors.ckpe")).unlink()
+    (runs / api.manifest_name("net-9.safetensors.ckpe")).unlink()
     before = tree_of(runs)
     old, new = source(tmp_path, OLD), source(tmp_path, NEW)
     result = run("rekey", runs, "--key", old, "--add", new, "--yes")
@@ -191,7 +189,7 @@ def test_rekey_leaves_plain_files_alone(tmp_path: Path, rotation: tuple[str, ...
 
     save_plain(tmp_path / "runs", [1])
     path = tmp_path / "runs" / "net-1_1.ckpt"
-    (tmp_path / "runs" / manifest_name(path.name)).unlink()
+    (tmp_path / "runs" / api.manifest_name(path.name)).unlink()
     result = run("rekey", path, *rotation, "--yes")
     assert (result.exit_code, "plain" in result.stdout) == (0, True)
 
@@ -243,7 +241,7 @@ def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
     old, new = source(tmp_path, OLD), source(tmp_path, NEW)
     result = run("reencrypt", runs, "--key", old, "--to", alice, "--to", new, "--yes")
     assert result.exit_code == 0, result.stderr
-    for checkpoint in Store(runs).scan():
+    for checkpoint in api.listed(runs):
         assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
 
 
@@ -303,7 +301,7 @@ def test_encrypt_to_a_public_key_and_decrypt_with_the_private_one(tmp_path: Path
     sealed = tmp_path / "sealed.safetensors.ckpe"
     key = text(tmp_path, "alice.pem.pub", public, mode=0o644)
     assert run("encrypt", plain, "-o", sealed, "--key", key).exit_code == 0
-    (tmp_path / manifest_name(sealed.name)).unlink()
+    (tmp_path / api.manifest_name(sealed.name)).unlink()
     assert run_json("inspect", sealed)["summary"]["opened_by"] == [f"X25519 {ring(public).key_id}"]
     assert run("decrypt", sealed, "-o", out, "--key", key).exit_code == 12
     result = run("decrypt", sealed, "-o", out, "--key", alice)

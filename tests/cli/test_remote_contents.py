@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import KEY, flip, save_run
 from tests.support.stores_of_objects import open_as
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, open_objects
+
 from tests.remote.buckets import new_url
 from tests.support.counted_objects import CountedObjects
 
@@ -51,7 +51,7 @@ def test_selector_is_looked_up_below_an_address(url: str, selector: str) -> None
 def test_only_the_named_checkpoint_is_requested(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     stores: list[CountedObjects] = []
 
-    def wrap(objects: Objects) -> Objects:
+    def wrap(objects: api.Objects) -> api.Objects:
         stores.append(CountedObjects(objects))
         return stores[-1]
 
@@ -63,7 +63,7 @@ def test_only_the_named_checkpoint_is_requested(url: str, monkeypatch: pytest.Mo
 
 
 def test_envelope_is_shown_without_a_key_and_tensors_with_it(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=())
     url = uploaded(tmp_path / "runs", new_url())
     summary = run_json("inspect", "latest", "--dir", url)["summary"]
@@ -77,7 +77,7 @@ def test_envelope_is_shown_without_a_key_and_tensors_with_it(tmp_path: Path) -> 
 def test_file_of_another_tool_is_shown(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path / "runs", [1])
     url = new_url()
-    open_objects(url).create("other.ckpt", path.read_bytes())
+    api.open_objects(url).create("other.ckpt", path.read_bytes())
     summary = run_json("inspect", f"{url}/other.ckpt")["summary"]
     assert (summary["has_manifest"], summary["path"]) == (False, f"{url}/other.ckpt")
 

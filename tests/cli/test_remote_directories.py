@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store.manifest.codec import encode, manifest_name
+from ckptmgr.objects.requests import open_objects
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import KEY, flip, items, save_run
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, open_objects
+
 from tests.remote.buckets import listed, new_url
 
 _METRICS = {1: {"loss": 0.1}, 2: {"loss": 0.3}, 3: {"loss": 0.2}}
@@ -32,7 +32,7 @@ def url(tmp_path: Path) -> str:
 
 
 def _names(url: str) -> set[str]:
-    return set(listed(open_objects(url)))
+    return set(listed(api.open_objects(url)))
 
 
 def test_listing_of_an_address_is_that_of_the_directory(url: str, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_verify_finds_a_damaged_object_and_missing_data(tmp_path: Path) -> None:
 
 
 def test_verify_of_encrypted_checkpoints_proves_them(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "runs", [1], options=options, content=items()[:2])
     url = new_url()
     run("copy", tmp_path / "runs", url)
@@ -88,7 +88,7 @@ def test_verify_of_encrypted_checkpoints_proves_them(tmp_path: Path) -> None:
 def test_sharded_checkpoint_is_listed_and_named_by_its_address(tmp_path: Path) -> None:
     for rank, content in enumerate(CONTENTS):
         (tmp_path / shard(rank)).write_bytes(content)
-    (tmp_path / manifest_name(SET)).write_bytes(encode(sharded()))
+    (tmp_path / api.manifest_name(SET)).write_bytes(api.encode_manifest(sharded()))
     url = new_url()
     assert run("copy", tmp_path, url).exit_code == 0
     (one,) = run_json("ls", url)["items"]
@@ -99,7 +99,7 @@ def test_sharded_checkpoint_is_listed_and_named_by_its_address(tmp_path: Path) -
 
 
 def test_damaged_manifest_is_listed_as_corrupt_and_hides_no_other(url: str) -> None:
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     objects.delete(["net-1_2.ckpt.manifest.json"])
     objects.create("net-1_2.ckpt.manifest.json", b"{}")
     states = {one["path"].rpartition("/")[2]: one["state"] for one in run_json("ls", url)["items"]}
@@ -133,7 +133,7 @@ def test_quarantine_is_refused(url: str) -> None:
 
 
 def test_prune_shows_its_plan_and_removes_nothing_without_now(url: str) -> None:
-    before = open_objects(url).list(""), open_objects(url).list("data/")
+    before = api.open_objects(url).list(""), api.open_objects(url).list("data/")
     shown = run("prune", url, "--keep", "last(1) | best(1, loss, min)", "--dry-run")
     assert shown.exit_code == 0, shown.stderr
     assert "drop" in shown.stdout
@@ -143,7 +143,7 @@ def test_prune_shows_its_plan_and_removes_nothing_without_now(url: str) -> None:
     refused = run("prune", url, "--keep", "last(1)", "--yes")
     assert refused.exit_code == 2
     assert "goes for good" in refused.stderr
-    assert (open_objects(url).list(""), open_objects(url).list("data/")) == before
+    assert (api.open_objects(url).list(""), api.open_objects(url).list("data/")) == before
 
 
 def test_prune_removes_manifests_and_data_of_what_the_policy_drops(url: str) -> None:
@@ -151,7 +151,7 @@ def test_prune_removes_manifests_and_data_of_what_the_policy_drops(url: str) -> 
     assert result.exit_code == 0, result.stderr
     assert "removed 1 checkpoint" in result.stdout
     assert _names(url) == {"net-1_1.ckpt", "net-1_3.ckpt"}
-    assert len(open_objects(url).list("data/")) == 2
+    assert len(api.open_objects(url).list("data/")) == 2
     again = run("prune", url, "--keep", "last(2)", "--now", "--yes", "-q")
     assert again.exit_code == 0
     assert again.stdout == ""
@@ -160,6 +160,7 @@ def test_prune_removes_manifests_and_data_of_what_the_policy_drops(url: str) -> 
 def test_prune_asks_and_takes_no_for_an_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = run("prune", url, "--keep", "last(1)", "--now")
     assert alone.exit_code == 13
+    monkeypatch.setattr("ckptmgr.cli.options.check_can_ask", lambda refusal: None)
     monkeypatch.setattr("ckptmgr.cli.options.confirm", lambda question, *, refusal: False)
     declined = run("prune", url, "--keep", "last(1)", "--now")
     assert declined.exit_code == 1
@@ -175,13 +176,15 @@ def test_prune_refuses_options_about_the_trash(url: str, option: tuple[str, ...]
 
 
 def test_options_without_effect_there_are_refused_by_name(url: str) -> None:
-    for command in (
-        ("ls", url, "-r"),
-        ("prune", url, "--keep", "last(1)", "--filter", "size>1k", "--dry-run"),
-    ):
-        result = run(*command)
-        assert result.exit_code == 2
-        assert "has no effect in an object store" in result.stderr
+    result = run("ls", url, "-r")
+    assert result.exit_code == 2
+    assert "has no effect in an object store" in result.stderr
+
+
+def test_conditions_choose_what_may_go_there(url: str) -> None:
+    prune = ("prune", url, "--keep", "last(1)", "--dry-run")
+    assert run_json(*prune)["summary"]["dropped"] == 2
+    assert run_json(*prune, "--filter", "step<2")["summary"]["dropped"] == 1
 
 
 def test_prune_needs_a_policy(url: str) -> None:
@@ -198,6 +201,7 @@ def test_line_that_changed_since_its_plan_is_left_alone(
         assert run("copy", tmp_path / "runs", url).exit_code == 0
         return True
 
+    monkeypatch.setattr("ckptmgr.cli.options.check_can_ask", lambda refusal: None)
     monkeypatch.setattr("ckptmgr.cli.options.confirm", grown)
     result = run("prune", url, "--keep", "last(1)", "--now")
     assert result.exit_code == 13
@@ -209,7 +213,7 @@ def test_removal_that_the_store_denies_is_reported(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class _Locked:
-        def __init__(self, objects: Objects) -> None:
+        def __init__(self, objects: api.Objects) -> None:
             self._objects = objects
 
         def __getattr__(self, name: str) -> object:
@@ -224,10 +228,31 @@ def test_removal_that_the_store_denies_is_reported(
             return list(self._objects.list(folder))
 
     monkeypatch.setattr(
-        "ckptmgr.cli.remote_prune.open_objects", lambda url: _Locked(open_objects(url))
+        "ckptmgr.objects.requests.open_objects", lambda url: _Locked(api.open_objects(url))
     )
     result = run("prune", url, "--keep", "last(1)", "--now", "--yes")
     assert result.exit_code == 2
     assert "held by an object lock" in result.stderr
     assert "may not be listed" in result.stderr
+    assert len(_names(url)) == 3
+
+
+def test_named_checkpoint_there_goes_for_good_and_the_last_good_one_stays(url: str) -> None:
+    one = f"{url}/net-1_1.ckpt"
+    refused = run("rm", one, "--yes")
+    assert (refused.exit_code, "say --now" in refused.stderr) == (2, True)
+    assert run("rm", one, "--dry-run").stdout.splitlines()[-1].startswith("would remove 1 ")
+    assert run("rm", one, "--now", "--yes").exit_code == 0
+    assert _names(url) == {"net-1_2.ckpt", "net-1_3.ckpt"}
+    newest = run("rm", f"{url}/net-1_3.ckpt", "--now", "--yes")
+    assert (newest.exit_code, "the newest good one" in newest.stderr) == (13, True)
+    assert run("rm", "3", "--dir", url, "--now", "--yes", "--force").exit_code == 0
+    last = run("rm", f"{url}/net-1_2.ckpt", "--now", "--yes", "--force")
+    assert (last.exit_code, "the last good checkpoint" in last.stderr) == (13, True)
+    assert len(open_objects(url).list("data/")) == 1
+
+
+def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
+    refused = run("rm", url, "--now", "--yes")
+    assert (refused.exit_code, "prune removes by a policy" in refused.stderr) == (2, True)
     assert len(_names(url)) == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures, ages, colour, and what goes where in a real process."""
+"""Figures, ages, colour, and the streams of a real process."""
 
 from __future__ import annotations
 

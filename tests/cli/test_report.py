@@ -20,9 +20,9 @@ from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.cli.report_view import markdown_text
 from ckptmgr.core.printable import printable
 from ckptmgr.event_log import JsonLinesObserver
+from ckptmgr.events import Event
 from ckptmgr.maintenance.report.model import Space
 from ckptmgr.maintenance.report.page import space_sentences
-from ckptmgr.observe.events import Event
 from tests.cli.running import run, run_json
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import START_S, flip, overwrite, save_run, tree_of

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, UnsafePrune
 from ckptmgr.maintenance.removal import remove_chosen
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import process_env, run, run_json
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.policies import NOW
 from tests.support.saved import save_run, tree_of
 
@@ -153,14 +152,14 @@ def test_terminal_is_asked(runs: Path, typed: bytes, code: int, left: int) -> No
 
 
 def test_live_run_keeps_its_checkpoints(runs: Path) -> None:
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         answer = run("rm", "10", "--dir", runs, "--yes")
     assert answer.exit_code == 11
     assert steps(runs) == [10, 20, 30, 40]
 
 
 def test_pin_after_the_plan_stops_the_removal(runs: Path) -> None:
-    store = Store(runs)
+    store = api.place(runs)
     chosen: list[Checkpoint] = [one for one in store.scan() if one.step == 10]
     run("pin", "10", "--dir", runs)
     outcome = remove_chosen(store, chosen, now=NOW, force=False, at_once=False)
@@ -170,7 +169,7 @@ def test_pin_after_the_plan_stops_the_removal(runs: Path) -> None:
 def test_directories_are_handled_one_by_one(runs: Path, tmp_path: Path) -> None:
     save_run(tmp_path / "b", [10, 20])
     paths = (runs / "net-1_10.ckpt", tmp_path / "b/net-1_10.ckpt")
-    with Store(tmp_path / "b").lease("net"):
+    with api.place(tmp_path / "b").lease("net"):
         answer = run("rm", *paths, "--yes")
     assert answer.exit_code == 11
     assert (steps(runs), steps(tmp_path / "b")) == ([20, 30, 40], [10, 20])

@@ -17,17 +17,17 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import load_signing_key
 from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
 from tests.cli.running import run, run_process
+from tests.support import api
 from tests.support.saved import flip
 
 
 def spellings(secret: bytes) -> dict[str, bytes]:
-    """Return what a key may look like, by name; base64 without its end, which depends on what follows."""
+    """Return what a key may look like, by name; base64 without its end, which depends on the following bytes."""
     return {
         "raw": secret,
         "hex": secret.hex().encode(),
@@ -39,7 +39,7 @@ def spellings(secret: bytes) -> dict[str, bytes]:
     }
 
 
-def leaks(shown: bytes, keys: Sequence[Key]) -> list[str]:
+def leaks(shown: bytes, keys: Sequence[api.Key]) -> list[str]:
     """Return the spellings of the keys that occur in `shown`, in capitals or not."""
     return [
         name
@@ -75,7 +75,7 @@ class Transcript:
             if path.is_file() and path not in but:
                 self.shown.append(path.read_bytes())
 
-    def leaks(self, keys: Sequence[Key]) -> list[str]:
+    def leaks(self, keys: Sequence[api.Key]) -> list[str]:
         """Return the spellings of keys in all of it, logs and what went past the command line included."""
         self.add(self._caplog.text, *(vars(record) for record in self._caplog.records))
         self.add(*self._capfd.readouterr())
@@ -89,7 +89,7 @@ def transcript(
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> Transcript:
-    """What is written down while a test runs; logs are at their most talkative, temporary files under the test's."""
+    """All that is written while a test runs; logs are at their most talkative, temporary files under the test's."""
     caplog.set_level(logging.DEBUG)
     for name in ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         folder = tmp_path / name.lower()
@@ -98,13 +98,13 @@ def transcript(
     return Transcript(caplog, capfd)
 
 
-def make_key(path: Path, transcript: Transcript, *, size: int) -> Key:
+def make_key(path: Path, transcript: Transcript, *, size: int) -> api.Key:
     transcript.add_result(run("keygen", "--bytes", str(size), "--out", path))
     return load_key(f"file:{path}")
 
 
 def save(
-    folder: Path, key: Key, mode: str, asynchronous: str | None, *, form: str = "ckpt"
+    folder: Path, key: api.Key, mode: str, asynchronous: str | None, *, form: str = "ckpt"
 ) -> CheckpointConfig:
     """Save three checkpoints by the API."""
     config = CheckpointConfig(
@@ -171,7 +171,7 @@ def test_run_that_signs_shows_no_key(
     sign, bundle = tmp_path / "sign.pem", tmp_path / "bundle.pem"
     for kind, path in (("ed25519", sign), ("p256", bundle)):
         transcript.add_result(run("keygen", "--type", kind, "--out", path))
-    keys = [Key(load_signing_key(f"file:{sign}").raw)]
+    keys = [api.Key(load_signing_key(f"file:{sign}").raw)]
     runs, source = tmp_path / "runs", f"file:{sign}"
     config = CheckpointConfig(signing_key=source, async_save=asynchronous or False)
     with CheckpointManager(runs, config, prefix="net") as manager:
@@ -204,13 +204,13 @@ def test_run_with_a_passphrase_and_a_private_key_shows_neither(
     tmp_path: Path, transcript: Transcript, asynchronous: str | None
 ) -> None:
     phrase, private = tmp_path / "phrase", tmp_path / "alice.pem"
-    secret = Key(b"correct horse #7")
+    secret = api.Key(b"correct horse #7")
     phrase.touch(mode=0o600)
     phrase.write_bytes(secret.raw + b"\n")
     transcript.add_result(run("keygen", "--type", "x25519", "--out", private))
     own = load_pem_private_key(private.read_bytes(), None)
     assert isinstance(own, X25519PrivateKey)
-    keys = [secret, Key(own.private_bytes_raw())]
+    keys = [secret, api.Key(own.private_bytes_raw())]
     runs, source = tmp_path / "runs", f"passphrase:file:{phrase}"
     config = CheckpointConfig(
         enc_key=source,
@@ -262,7 +262,7 @@ def test_run_with_a_wrapped_key_shows_no_key(tmp_path: Path, transcript: Transcr
 
 
 def failing_commands(
-    file: Path, folder: Path, keys: Sequence[Key], wrong: Path
+    file: Path, folder: Path, keys: Sequence[api.Key], wrong: Path
 ) -> Iterator[Sequence[str | Path]]:
     """Yield commands that fail, each with a key where it does not belong or does not fit."""
     odd, text = folder / "odd.key", keys[1].raw.hex()
@@ -291,7 +291,7 @@ def failing_commands(
         yield "prune", file.parent, "--keep", "last(1)", "--yes", "--key", source
 
 
-def sources_that_hold(key: Key) -> list[str]:
+def sources_that_hold(key: api.Key) -> list[str]:
     """Return sources with the key itself in place of a name, in every spelling that a person may type."""
     digits, text = key.raw.hex(), base64.b64encode(key.raw).decode()
     spelled = (
@@ -309,14 +309,14 @@ def sources_that_hold(key: Key) -> list[str]:
     return [f"{scheme}:{form}" for scheme in ("env", "file", "wrapped", "cmd") for form in spelled]
 
 
-HELD = Key(bytes.fromhex("c0ffee2d546f702d5365637265742121fbeffe3e") + b"-Top-Secret!")
+HELD = api.Key(bytes.fromhex("c0ffee2d546f702d5365637265742121fbeffe3e") + b"-Top-Secret!")
 
 
 @pytest.mark.parametrize("source", sources_that_hold(HELD))
 def test_source_that_is_the_key_itself_is_not_repeated(
     source: str, tmp_path: Path, transcript: Transcript
 ) -> None:
-    save(tmp_path / "runs", Key(bytes(range(32))), "AES-GCM", None)
+    save(tmp_path / "runs", api.Key(bytes(range(32))), "AES-GCM", None)
     (file,) = (tmp_path / "runs").glob("net*3.ckpt")
     for option in ((), ("--json",)):
         result = run("--debug", "verify", file, "--key", source, *option)
@@ -355,7 +355,7 @@ def test_failures_of_every_kind_show_no_key(tmp_path: Path, transcript: Transcri
 
 
 def test_failures_of_the_api_show_no_key(tmp_path: Path, transcript: Transcript) -> None:
-    keys = [Key(b"\xc0\xff\xee-Top-Secret!!"), Key(b"\xfa\xde-Other-Secret!")]
+    keys = [api.Key(b"\xc0\xff\xee-Top-Secret!!"), api.Key(b"\xfa\xde-Other-Secret!")]
     config = save(tmp_path, keys[0], "AES-GCM", None)
     (file,) = tmp_path.glob("net*3.ckpt")
     transcript.add(config, vars(config).keys())
@@ -388,7 +388,7 @@ def test_process_of_its_own_shows_no_key(tmp_path: Path, transcript: Transcript)
 def test_transcript_finds_what_is_printed_logged_raised_or_written(
     tmp_path: Path, transcript: Transcript
 ) -> None:
-    keys = [Key(bytes([number]) * 16) for number in range(200, 205)]
+    keys = [api.Key(bytes([number]) * 16) for number in range(200, 205)]
     logging.getLogger("anybody").debug("key %s", keys[0].raw.hex())
     os.write(1, keys[1].raw.hex().encode())
     transcript.add_error(ValueError(bytes(keys[2].raw)))
@@ -401,6 +401,6 @@ def test_transcript_finds_what_is_printed_logged_raised_or_written(
 
 @pytest.mark.parametrize("name", spellings(b""))
 def test_search_finds_every_spelling(name: str) -> None:
-    key = Key(b"\xc0\xff\xee-Top-Secret!!")
+    key = api.Key(b"\xc0\xff\xee-Top-Secret!!")
     assert name in leaks(b"before " + spellings(key.raw)[name] + b" after", [key])
     assert leaks(b"before " + spellings(key.raw)[name][1:] + b" after", [key]) == []

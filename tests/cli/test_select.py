@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CheckpointNotFound
 from ckptmgr.cli.selectors import Selected, select, select_one
-from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.core.model import Pin, State
-from ckptmgr.store.store import Store
 from tests.cli.running import run
+from tests.support import api
 from tests.support.saved import overwrite, save_run
 
 METRICS = {10: {"loss": 0.5}, 20: {"loss": 0.25}, 30: {"loss": math.nan}, 40: {"loss": 0.25}}
@@ -23,10 +22,10 @@ def runs(tmp_path: Path) -> Path:
     """Five checkpoints, the newest damaged, one pinned."""
     save_run(tmp_path, [10, 20, 30, 40, 50], metrics=METRICS)
     overwrite(tmp_path / "net-5_10.ckpt", b"cut")
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     with store.lease("net"):
         (second,) = [c for c in store.scan() if c.step == 20]
-        store.change_pins(second, lambda _: (Pin(name="paper"),))
+        store.change_pins(second, lambda _: (api.Pin(name="paper"),))
     return tmp_path
 
 
@@ -49,30 +48,32 @@ def steps(found: list[Selected]) -> list[int]:
     ],
 )
 def test_selector_names(runs: Path, text: str, expected: list[int]) -> None:
-    assert steps(select([text], runs, Store)) == expected
+    assert steps(select([text], runs, api.Place)) == expected
 
 
 def test_no_selector_means_all_oldest_first(runs: Path) -> None:
-    assert steps(select([], runs, Store)) == [10, 20, 30, 40, 50]
+    assert steps(select([], runs, api.Place)) == [10, 20, 30, 40, 50]
 
 
 def test_path_and_link_name_the_same_checkpoint(runs: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(runs / "net-2_10.ckpt")
-    assert steps(select([str(link), str(runs / "net-2_10.ckpt")], Path("/nowhere"), Store)) == [20]
+    assert steps(select([str(link), str(runs / "net-2_10.ckpt")], Path("/nowhere"), api.Place)) == [
+        20
+    ]
 
 
 def test_file_of_a_strange_name_is_taken_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").write_bytes(b"x")
-    one = select_one(str(tmp_path / "weights.bin"), tmp_path, Store).checkpoint
-    assert (one.series, one.state, one.size_bytes) == ("weights", State.UNVERIFIED, 1)
+    one = select_one(str(tmp_path / "weights.bin"), tmp_path, api.Place).checkpoint
+    assert (one.series, one.state, one.size_bytes) == ("weights", api.State.UNVERIFIED, 1)
 
 
 @pytest.mark.parametrize("text", ["99", "@pinned", "best:acc:max", "60..70", "/no/such.ckpt"])
 def test_selector_that_names_nothing_is_not_found(tmp_path: Path, text: str) -> None:
     save_run(tmp_path, [10])
     with pytest.raises(CheckpointNotFound):
-        select([text], tmp_path, Store)
+        select([text], tmp_path, api.Place)
 
 
 @pytest.mark.parametrize("text", ["best", "best:loss", "best::min", "best:loss:least"])
@@ -83,7 +84,7 @@ def test_incomplete_best_is_a_usage_error(runs: Path, text: str) -> None:
 
 def test_metric_with_colons_is_understood(tmp_path: Path) -> None:
     save_run(tmp_path, [10], metrics={10: {"val:loss": 1}})
-    assert steps(select(["best:val:loss:min"], tmp_path, Store)) == [10]
+    assert steps(select(["best:val:loss:min"], tmp_path, api.Place)) == [10]
 
 
 def test_step_in_two_series_must_be_narrowed_down(tmp_path: Path) -> None:
@@ -102,4 +103,4 @@ def test_many_candidates_are_cut_short(tmp_path: Path) -> None:
 def test_newest_attempt_of_a_repeated_step_is_meant(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     save_run(tmp_path, [20, 10])
-    assert select_one("10", tmp_path, Store).checkpoint.sequence == 3
+    assert select_one("10", tmp_path, api.Place).checkpoint.sequence == 3

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`--key` more than once: what is read opens with any of them, what is written is for all of them."""
+"""`--key` more than once: a file that is read opens with any of them, a written one is for all of them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.cli.exits import Exit
-from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run, run_json
 from tests.cli.test_rekey import source, text
+from tests.support import api
 from tests.support.rekeying import NEW, OLD, OTHER, openers, rekey, ring, save_run
 from tests.support.rekeying import ROTATION as TO_NEW
 from tests.support.saved import only
@@ -43,7 +42,7 @@ def test_directory_with_old_and_new_keys_is_checked_at_once(
     assert states == ["ok", "ok"]
     out = tmp_path / "out"
     out.mkdir()
-    for one in Store(runs).scan():
+    for one in api.listed(runs):
         assert run("decrypt", one.path, "-o", out, *keys).exit_code == 0
 
 
@@ -58,7 +57,7 @@ def test_half_rekeyed_directory_is_encrypted_anew(tmp_path: Path, keys: list[str
     assert "where only its keys were changed" in refused.stderr
     done = run("reencrypt", runs, *keys, "--to", keys[3], "--yes")
     assert (done.exit_code, "2 checkpoints changed" in done.stdout) == (0, True), done.stderr
-    for one in Store(runs).scan():
+    for one in api.listed(runs):
         assert openers(one, [ring(OLD), ring(NEW)]) == [1]
 
 
@@ -95,7 +94,7 @@ def test_convert_keeps_everybody_who_opens_a_file(tmp_path: Path, keys: list[str
     runs = tmp_path / "runs"
     save_run(directory=runs, steps=1)
     assert run("rekey", runs, *keys[:2], "--add", keys[3], "--yes").exit_code == 0
-    path = only(Store(runs)).path
+    path = only(api.place(runs)).path
     zstd = ("convert", path, "--compression", "zstd")
     for given in (keys[:2], [*keys, "--key", source(tmp_path, OTHER)]):
         refused = run(*zstd, *given)
@@ -104,7 +103,7 @@ def test_convert_keeps_everybody_who_opens_a_file(tmp_path: Path, keys: list[str
         assert "--key for each" in refused.stderr
     done = run(*zstd, *keys)
     assert done.exit_code == 0, done.stderr
-    assert openers(only(Store(runs)), [ring(OLD), ring(NEW), ring(OTHER)]) == [0, 1]
+    assert openers(only(api.place(runs)), [ring(OLD), ring(NEW), ring(OTHER)]) == [0, 1]
 
 
 @pytest.mark.parametrize("command", ["pin", "convert"])

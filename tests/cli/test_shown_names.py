@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from ckptmgr import save_checkpoint
 from ckptmgr.cli.exits import cut
 from ckptmgr.cli.render import quoted_name
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_process
+from tests.support import api
 from tests.support.saved import KEY, flip, items, overwrite, save_run
 
 EVIL = "\x1b]0;owned\x07\nx\r"
@@ -112,7 +112,7 @@ def test_no_name_steers_the_terminal(runs: Path, tmp_path: Path) -> None:
 
 
 def test_warning_of_the_library_does_not_steer_the_terminal(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     (path,) = save_run(tmp_path / f"runs{EVIL}", [10], options=options, content=items()[:1])
     flip(path, 4096 + 100)
     shown = at_terminal("verify", path, "--quick", "--key", key_file(tmp_path))

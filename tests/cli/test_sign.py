@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr sign`: what it refuses first. With the real package: tests/crypto/keys/test_model_signing.py."""
+"""`ckptmgr sign`: its first refusals. With the real package: tests/crypto/keys/test_model_signing.py."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_verify_mentions_bundles_that_are_there(tmp_path: Path) -> None:
 def test_bundle_is_as_readable_as_what_it_signs_or_replaces(
     option: tuple[str, ...], printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The package is in another lane; what is done with its answer is the subject here.
+    # The package is in another lane; the use of its answer is the subject here.
     monkeypatch.setattr(openssf, "sign_bundle", lambda path, source: b"bundle")
     (path,) = save_run(tmp_path, [10])
     path.chmod(0o440)

@@ -8,20 +8,19 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run, run_json
 from tests.cli.test_verify import SIGNER, signed_run
+from tests.support import api
 from tests.support.saved import KEY
 
-STRANGER = SigningKey(bytes(32))
+STRANGER = api.SigningKey(bytes(32))
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_signed_checkpoint_is_listed_and_shown_with_the_public_key(
     tmp_path: Path, key: object
 ) -> None:
-    options = SaveOptions(key=KEY) if key is not None else SaveOptions()
+    options = api.SaveOptions(key=KEY) if key is not None else api.SaveOptions()
     public = signed_run(tmp_path, SIGNER, options=options)
     listed = run_json("ls", tmp_path / "runs", "--public-key", public)
     assert {one["state"] for one in listed["items"]} == {"ok"}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.policy import simulation
 from tests.cli.running import run
 from tests.cli.schemas import run_with_schema
 from tests.support.saved import save_run, tree_of
@@ -74,6 +75,14 @@ def test_each_run_of_a_directory_is_replayed_by_itself(tmp_path: Path) -> None:
     assert run_with_schema("simulate", "last(1)", tmp_path, "--by-series")["summary"]["kept"] == 2
 
 
+def test_replay_that_judges_too_many_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_MOST_JUDGED", 100)
+    answer = run("simulate", "all", "--every", "1h", "--for", "1d")
+    assert (answer.exit_code, answer.stdout) == (2, "")
+    assert "all keeps 14 after 14 of 24 saves" in answer.stderr
+    assert "choose times that make fewer saves" in answer.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -85,7 +94,6 @@ def test_each_run_of_a_directory_is_replayed_by_itself(tmp_path: Path) -> None:
         (("last(1)", "--every", "0s", "--for", "1d"), 2, "no time to wait"),
         (("last(1)", "--every", "2d", "--for", "1d"), 2, "that makes 0 saves"),
         (("last(1)", "--every", "1s", "--for", "9d"), 2, "that makes 777600 saves"),
-        (("per_minutes(9)", "--every", "1min", "--for", "9d"), 2, "at most 5,000 saves"),
         (("last(1)", *MONTH, "--size", "big"), 2, "--size: 'big' is not a size"),
         (("last(1)", "nowhere"), 10, "no such directory"),
         (("best(1, acc, max)", "."), 13, "acc"),

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.store import trash
-from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from tests.cli.running import NOW_S, run
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.saved import KEY, save_run, tree_of
 
 
@@ -20,7 +19,7 @@ def tree(tmp_path: Path) -> Path:
     """Two runs in one directory, and an encrypted one in another."""
     save_run(tmp_path / "a", [10, 20, 30], series="x")
     save_run(tmp_path / "a", [10], series="y")
-    save_run(tmp_path / "b/c", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "b/c", [10], options=api.SaveOptions(key=KEY))
     return tmp_path
 
 
@@ -70,10 +69,10 @@ def test_leftovers_and_trash_are_kinds(tree: Path) -> None:
 
 
 def test_trash_that_cannot_be_read_is_noted(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(store: Store) -> None:
+    def fail(store: api.Place) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(trash, "batches", fail)
+    monkeypatch.setattr(DirectoryTrash, "batches", fail)
     answer = run("stats", tree)
     assert answer.exit_code == 0
     assert f"the trash in {tree}/a cannot be read: Input/output error" in answer.stderr

@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, PolicyTextError, parse_policy
 from ckptmgr.policy.tag_rules import Tagged
-from ckptmgr.policy.text import PolicyTextError, parse_policy
 from ckptmgr.store import change_leases
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES, KEY, save_run, tree_of
 
 
@@ -110,7 +108,7 @@ def test_tags_survive_another_key_and_a_new_format_of_the_file(tmp_path: Path) -
     assert refused.exit_code == 12
     assert run("tag", "10", "paper", "--dir", tmp_path / "runs", *key).exit_code == 0
     assert run("convert", tmp_path / "runs", "--compression", "zstd", *key).exit_code == 0
-    (found,) = Store(tmp_path / "runs").scan()
+    (found,) = api.listed(tmp_path / "runs")
     assert found.tags == ("paper",)
 
 
@@ -151,7 +149,7 @@ def test_checkpoint_that_is_removed_before_the_lease_is_not_found(
 ) -> None:
     real = change_leases.lease_of_checkpoint
 
-    def late(store: Store, checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
+    def late(store: api.Place, checkpoint: Checkpoint) -> contextlib.AbstractContextManager[None]:
         checkpoint.path.unlink()
         return real(store, checkpoint)
 
@@ -161,7 +159,7 @@ def test_checkpoint_that_is_removed_before_the_lease_is_not_found(
 
 
 def test_live_run_keeps_its_manifests(runs: Path) -> None:
-    with Store(runs).lease("net"):
+    with api.place(runs).lease("net"):
         assert run("tag", "20", "x", "--dir", runs).exit_code == 11
 
 

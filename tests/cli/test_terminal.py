@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
 from tests.cli.preloaded import Preloaded, preloaded
 from tests.cli.running import key_file, run, run_json
 from tests.cli.terminal import CTRL_C, CTRL_D, at_terminal
 from tests.cli.test_watch import damage
+from tests.support import api
 from tests.support.foreign import any_run
 from tests.support.saved import KEY, OTHER_KEY, items, save_run, tree_of
 
-PLAIN = SaveOptions(format="safetensors")
-SEALED = SaveOptions(format="safetensors", key=KEY)
+PLAIN = api.SaveOptions(format="safetensors")
+SEALED = api.SaveOptions(format="safetensors", key=KEY)
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -89,7 +89,7 @@ def test_question_is_asked_again_after_another_answer_and_outlives_a_resize(
 def large(tmp_path: Path) -> Path:
     """A plain and a sealed checkpoint of 2 MiB with a long name, and two keys."""
     content = [tensor_from_array("w", np.random.default_rng(0).random(1 << 18))]
-    for name, options in (("plain", SaveOptions(format="safetensors")), ("sealed", SEALED)):
+    for name, options in (("plain", api.SaveOptions(format="safetensors")), ("sealed", SEALED)):
         series = "a-long-name-of-a-series-" * 4
         save_run(tmp_path / name, [10], series=series, options=options, content=content)
     key_file(tmp_path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option that takes the file of a key: what others could have put there is refused, and a FIFO never hangs."""
+"""Every option that takes the file of a key: a file that others could have put there is refused, and a FIFO never hangs."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import Trust
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    Trust,
+    load_checkpoint,
+    open_checkpoint,
+)
 from ckptmgr.cli.exits import Exit
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.open_checkpoint import open_checkpoint
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run, run_process
+from tests.support import api
 from tests.support.saved import KEY, save_run
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 PRIVATE, PUBLIC = generate_pair("x25519")
 STRANGER = 12_345
 

@@ -13,14 +13,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import save_state
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
+from tests.support import api
 from tests.support.saved import (
     GOLDEN_FILES,
     KEY,
@@ -34,7 +30,7 @@ from tests.support.saved import (
 
 
 def test_whole_run_is_ok_and_only_the_result_is_written(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20], options=SaveOptions(has_crc=True))
+    save_run(tmp_path, [10, 20], options=api.SaveOptions(has_crc=True))
     before = tree_of(tmp_path)
     result = run("verify", tmp_path)
     assert (result.exit_code, result.stdout) == (
@@ -68,7 +64,7 @@ def test_levels_are_named_and_deep_counts_nan(tmp_path: Path) -> None:
 
 
 def test_encrypted_run_without_key_is_partly_checked(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     result = run("verify", tmp_path / "runs")
     assert result.exit_code == 3
     assert "checked manifest, size, digests, records; not checked: seal and contents" in (
@@ -79,7 +75,7 @@ def test_encrypted_run_without_key_is_partly_checked(tmp_path: Path) -> None:
 
 
 def test_key_from_the_environment_is_used(tmp_path: Path) -> None:
-    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     by_value = {"CKPTMGR_KEY": KEY.raw.hex()}
     assert run("verify", tmp_path / "runs", env=by_value).exit_code == 0
     other = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex()).removeprefix("file:")
@@ -89,7 +85,7 @@ def test_key_from_the_environment_is_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [KEY, OTHER_KEY], ids=["plain file", "other key"])
 def test_refusals_have_their_codes(tmp_path: Path, key: object) -> None:
-    options = SaveOptions() if key is KEY else SaveOptions(key=KEY)
+    options = api.SaveOptions() if key is KEY else api.SaveOptions(key=KEY)
     save_run(tmp_path / "runs", [10], options=options)
     source = key_file(tmp_path, hex_digits=getattr(key, "raw", b"").hex())
     result = run("verify", tmp_path / "runs", "--key", source)
@@ -98,7 +94,7 @@ def test_refusals_have_their_codes(tmp_path: Path, key: object) -> None:
 
 def test_worst_answer_decides_the_code(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
-    save_run(tmp_path, [20], options=SaveOptions(key=KEY))
+    save_run(tmp_path, [20], options=api.SaveOptions(key=KEY))
     (tmp_path / "net-3_10.ckpt").write_bytes(b"PK\x03\x04 torch")
     assert run("verify", tmp_path).exit_code == 2
     flip(path, 70)
@@ -126,7 +122,7 @@ def test_bare_directory_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None:
 
 def test_json_of_damage_says_what_and_where(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     path.chmod(0o600)
     os.truncate(path, path.stat().st_size - 3)
     result = run("verify", path, "--json")
@@ -226,7 +222,7 @@ def test_id_that_is_none_is_a_wrong_use(tmp_path: Path) -> None:
 def test_file_replaced_by_an_older_one_exits_1_and_says_what_it_is(tmp_path: Path) -> None:
     (old,) = save_run(tmp_path / "a", [20])
     save_run(tmp_path / "b", [10, 20, 30])
-    for name in (old.name, manifest_name(old.name)):
+    for name in (old.name, api.manifest_name(old.name)):
         shutil.copy(old.with_name(name), tmp_path / "b" / name)
     result = run("verify", tmp_path / "b")
     assert result.exit_code == 1
@@ -236,22 +232,24 @@ def test_file_replaced_by_an_older_one_exits_1_and_says_what_it_is(tmp_path: Pat
     )
 
 
-def signed_run(directory: Path, signer: SigningKey, *, options: SaveOptions | None = None) -> str:
+def signed_run(
+    directory: Path, signer: api.SigningKey, *, options: api.SaveOptions | None = None
+) -> str:
     """Save one checkpoint, sign it, and return the file of the public key."""
     (path,) = save_run(directory / "runs", [10], options=options)
     key = None if options is None else options.key
-    store = Store(path.parent, trust=Trust(keys=key, signing_key=signer, allow_unencrypted=True))
+    store = api.place(path.parent, keys=key, signing_key=signer, allow_unencrypted=True)
     store.change_pins(only(store), lambda pins: pins)
     public = directory / "sign.pem.pub"
     public.write_bytes(signer.public_key.to_pem())
     return str(public)
 
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 
 
 def test_signed_and_encrypted_run_is_whole_without_the_secret_key(tmp_path: Path) -> None:
-    public = signed_run(tmp_path, SIGNER, options=SaveOptions(key=KEY))
+    public = signed_run(tmp_path, SIGNER, options=api.SaveOptions(key=KEY))
     assert run("verify", tmp_path / "runs").exit_code == 3
     result = run("verify", tmp_path / "runs", "--public-key", public)
     assert (result.exit_code, result.stdout.split("; ")[0]) == (
@@ -261,7 +259,7 @@ def test_signed_and_encrypted_run_is_whole_without_the_secret_key(tmp_path: Path
 
 
 def test_key_that_did_not_sign_and_missing_signature_have_their_codes(tmp_path: Path) -> None:
-    other = signed_run(tmp_path / "a", SigningKey(bytes(32)))
+    other = signed_run(tmp_path / "a", api.SigningKey(bytes(32)))
     signed_run(tmp_path / "b", SIGNER)
     save_run(tmp_path / "c", [10])
     assert run("verify", tmp_path / "b/runs", "--public-key", other).exit_code == 12
@@ -286,7 +284,7 @@ def test_bare_file_with_crc_and_a_flipped_type_is_damaged_to_verify_and_corrupt_
     tmp_path: Path,
 ) -> None:
     content = [tensor_from_array("w", np.ones(2, np.float32))]
-    save_run(tmp_path, [10, 20, 30], options=SaveOptions(has_crc=True), content=content)
+    save_run(tmp_path, [10, 20, 30], options=api.SaveOptions(has_crc=True), content=content)
     for one in tmp_path.glob("*.manifest.json"):
         one.unlink()
     path = tmp_path / "net-3_10.ckpt"
@@ -300,7 +298,7 @@ def test_bare_file_with_crc_and_a_flipped_type_is_damaged_to_verify_and_corrupt_
 
 def test_bare_safetensors_with_crc_and_a_changed_state_tree_is_damaged(tmp_path: Path) -> None:
     path = save_state({"step": 5}, tmp_path / "s.safetensors", crc_check=True).path
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     assert run("verify", path).exit_code == 0
     path.write_bytes(path.read_bytes().replace(b'"step\\",5', b'"step\\",7'))
     verified = run("verify", path)
@@ -361,7 +359,7 @@ def test_quick_check_reads_a_header_that_is_longer_than_the_head_of_the_file(
     tmp_path: Path,
 ) -> None:
     many = [tensor_from_array(f"layer.{n}.weight", np.zeros(1, np.float32)) for n in range(400)]
-    options = SaveOptions(format="safetensors")
+    options = api.SaveOptions(format="safetensors")
     (path,) = save_run(tmp_path, [10], options=options, content=many)
     assert path.stat().st_size > 1 << 14
     assert run("verify", tmp_path, "--quick").exit_code == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command signs or authenticates anew was proven before: nothing that a stranger put there becomes trusted by it."""
+"""A command signs or authenticates only content that was proven before: no file of a stranger becomes trusted by it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import run
 from tests.cli.test_rekey import source, text
+from tests.support import api
 from tests.support.rekeying import NEW, OLD, save_run
 from tests.support.saved import overwrite
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 TAMPERED, REFUSED = 1, 13
 
 
@@ -69,7 +66,7 @@ def test_pin_of_an_unsigned_checkpoint_is_signed_where_that_is_allowed(
     refused = run("pin", "1", "--dir", path.parent, *signing)
     assert "--allow-unencrypted" in refused.stderr
     assert run("pin", "1", "--dir", path.parent, *signing, "--allow-unencrypted").exit_code == 0
-    store = Store(path.parent, trust=Trust(trusted_keys=(SIGNER.public_key,)))
+    store = api.place(path.parent, trusted_keys=(SIGNER.public_key,))
     assert [len(one.pins) for one in store.scan()] == [1]
 
 
@@ -93,7 +90,7 @@ def renamed(directory: Path) -> Path:
     """Return a sealed file of step 1 under the name of step 9, without manifest."""
     save_run(directory=directory, steps=1)
     (path,) = directory.glob("*.ckpe")
-    (directory / manifest_name(path.name)).unlink()
+    (directory / api.manifest_name(path.name)).unlink()
     return path.rename(directory / "net-9_9.safetensors.ckpe")
 
 
@@ -110,7 +107,7 @@ def test_step_that_only_a_name_claims_is_not_authenticated(tmp_path: Path, comma
     assert [one.name for one in path.parent.glob("net-*")] == [path.name]
     assert path.read_bytes() == before
     assert run(command, path.parent, *key, *rest, "--allow-unsealed").exit_code == 0
-    assert (path.parent / manifest_name(path.name)).exists()
+    assert (path.parent / api.manifest_name(path.name)).exists()
 
 
 def test_manifest_without_authentication_does_not_get_one_by_a_change_of_keys(

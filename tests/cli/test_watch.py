@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr watch` beside real training runs: what it reports, does, and ends with."""
+"""`ckptmgr watch` beside real training runs: its reports, actions and exit codes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import process_env, run
 from tests.cli.watching import training, watching
+from tests.support import api
 from tests.support.saved import overwrite, save_run, tree_of
 
-NEVER = ("--poll", "1d")  # what is reported was heard of by an event
+NEVER = ("--poll", "1d")  # each report comes from an event
 
 
 def damage(path: Path) -> None:
@@ -191,7 +191,7 @@ def test_damaged_file_is_an_alarm_until_it_is_removed(tmp_path: Path) -> None:
         assert alarm["alarm"] == "damaged"
         assert alarm["checkpoint"]["path"] == str(first)
         first.unlink()
-        (tmp_path / manifest_name(first.name)).unlink()
+        (tmp_path / api.manifest_name(first.name)).unlink()
         watch.until("cleared", alarm="damaged")
         assert watch.stop() == 0
     assert watch.names("verified")[0] == second.name
@@ -432,7 +432,7 @@ def test_program_that_fails_is_noted(tmp_path: Path, script: str, problem: str) 
 
 
 def test_save_of_the_last_microsecond_of_the_calendar_does_not_end_a_watch(tmp_path: Path) -> None:
-    manifest = tmp_path / manifest_name(save_run(tmp_path, [10])[0].name)
+    manifest = tmp_path / api.manifest_name(save_run(tmp_path, [10])[0].name)
     document = json.loads(manifest.read_text()) | {"saved_at": "9999-12-31T23:59:59.999999+00:00"}
     overwrite(manifest, json.dumps(document).encode())
     result = run("watch", tmp_path, "--once")
@@ -442,7 +442,7 @@ def test_save_of_the_last_microsecond_of_the_calendar_does_not_end_a_watch(tmp_p
 
 def test_series_that_no_file_name_can_hold_does_not_end_a_watch_that_prunes(tmp_path: Path) -> None:
     last = save_run(tmp_path, [10, 20, 30])[-1]
-    manifest = last.with_name(manifest_name(last.name))
+    manifest = api.manifest_of(last)
     document = json.loads(manifest.read_text()) | {"series": "\ud800"}
     overwrite(manifest, json.dumps(document).encode())
     damage(last)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr watch --mirror`: what it uploads, to which address, and its alarms."""
+"""`ckptmgr watch --mirror`: its uploads, their address, and its alarms."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run
 from tests.cli.watching import schema, training, watching
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 from tests.support.json_schema import violations
 from tests.support.saved import KEY, flip, items, save_run
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import open_objects
+
 from tests.remote.buckets import listed, new_url
 
 
 def names_at(url: str) -> set[str]:
     """Return the names of the checkpoints below an address."""
-    return set(listed(open_objects(url)))
+    return set(listed(api.open_objects(url)))
 
 
 def reports_of(*arguments: str | Path, exit_code: int = 0) -> list[dict[str, Any]]:
@@ -139,7 +139,7 @@ def test_checkpoint_whose_name_another_one_has_there_is_an_alarm_and_the_others_
 
 
 def test_encrypted_checkpoints_are_mirrored_without_their_key(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors", key=KEY)
+    options = api.SaveOptions(format="safetensors", key=KEY)
     (path,) = save_run(tmp_path, [1], options=options, content=items()[:2])
     url = f"file://{tmp_path}/mirror"
     reports_of(tmp_path, "--mirror", url)
@@ -152,7 +152,7 @@ def test_sets_of_many_ranks_are_mirrored(tmp_path: Path) -> None:
     url = new_url()
     reports_of(tmp_path / "runs", "--mirror", url)
     assert names_at(url) == {saved.name}
-    assert len(open_objects(url).list("data/")) == 4
+    assert len(api.open_objects(url).list("data/")) == 4
 
 
 def test_nothing_is_pruned_here_before_it_was_mirrored(tmp_path: Path) -> None:

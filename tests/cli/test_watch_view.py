@@ -20,14 +20,14 @@ from typing import get_args
 
 import pytest
 
+from ckptmgr import Checkpoint
 from ckptmgr.cli.watch_view import report_json, table_lines
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.maintenance.verdict import Status
 from ckptmgr.maintenance.watch.model import AlarmKind, EventName, Holder, Report, SeriesRow
 from tests.cli.running import process_env, run
 from tests.cli.test_watch import damage
 from tests.cli.watching import SCHEMA, schema, training
+from tests.support import api
 from tests.support.json_schema import violations
 from tests.support.saved import save_run
 
@@ -62,7 +62,7 @@ class Terminal:
 
     @property
     def shown(self) -> str:
-        """What was written, without the sequences that steer a terminal."""
+        """The output, without the sequences that steer a terminal."""
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.text)
 
     def press_ctrl_c(self) -> int:
@@ -266,7 +266,7 @@ def test_schema_lists_every_event_alarm_and_status() -> None:
     fields = schema()["properties"]
     assert fields["event"]["enum"] == list(get_args(EventName))
     assert fields["alarm"]["enum"] == [*get_args(AlarmKind), None]
-    assert set(fields["status"]["enum"]) == {*(one.value for one in Status), None}
+    assert set(fields["status"]["enum"]) == {*(one.value for one in api.Status), None}
     report = Report(event="note", at=0.0, directory=None, message="m")
     assert list(report_json(report)) == list(fields)
 

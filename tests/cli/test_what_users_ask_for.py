@@ -18,13 +18,12 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.cli.progress import ProgressLine
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.byte_counters import count_bytes
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.store.store import Store
 from tests.cli.running import run, run_json, run_process
 from tests.cli.test_progress_line import Terminal, clock_of
 from tests.cli.world import commands
+from tests.support import api
 from tests.support.foreign import golden_run
 from tests.support.saved import KEY, OTHER_KEY, flip, items, save_run, tree_of
 
@@ -139,7 +138,7 @@ def test_half_written_checkpoints_have_a_state_and_no_run_resumes_from_them(tmp_
     killed = temp_name("net-6.ckpt", token="0-0-0-0", series="net")
     (tmp_path / killed).write_bytes(b"half")
     (tmp_path / "theirs.ckpt").write_bytes((tmp_path / "net-1.ckpt").read_bytes())
-    with Store(tmp_path).publisher.new_file("net-5.ckpt", series="net", size_bytes=8):
+    with api.place(tmp_path).publisher.new_file("net-5.ckpt", series="net", size_bytes=8):
         items_ = run_json("ls", tmp_path, "--all")["items"]
     states = {Path(item["path"]).name: item["state"] for item in items_}
     assert states["net-2.ckpt"] == "ok"
@@ -154,7 +153,7 @@ def test_half_written_checkpoints_have_a_state_and_no_run_resumes_from_them(tmp_
 
 
 def test_plan_shows_policy_filters_reasons_near_misses_bytes_and_files(tmp_path: Path) -> None:
-    """See borg 2886, 6791, 7511, restic 1876, 5393, 5749: what goes, what stays, and why."""
+    """See borg 2886, 6791, 7511, restic 1876, 5393, 5749: which ones go, which ones stay, and why."""
     save_run(tmp_path, [1, 2, 3, 4], metrics={step: {"loss": step / 10} for step in (1, 2, 3, 4)})
     keep = "last(1) | best(1, loss, min)"
     shown = run("prune", tmp_path, "--keep", keep, "--filter", "step<3", "--dry-run", "-v").stdout
@@ -195,7 +194,7 @@ def test_keys_come_by_file_command_descriptor_or_variable_and_never_as_an_argume
     tmp_path: Path,
 ) -> None:
     """See restic 4691, keycloak CVE-2017-15112: passwords on command lines are seen by all users."""
-    sealed = SaveOptions(format="safetensors", key=KEY)
+    sealed = api.SaveOptions(format="safetensors", key=KEY)
     save_run(tmp_path / "run", [1], options=sealed, content=items()[:2])
     secret, path = KEY.raw.hex(), tmp_path / "run.key"
     path.touch(mode=0o600)
@@ -217,7 +216,7 @@ def test_rotation_reencrypts_old_data_goes_on_after_a_stop_and_shows_the_id_of_t
 ) -> None:
     """See vault 5545, llm-gateway 2818: old data kept the old key; ciphertext without an id was lost."""
     runs = tmp_path / "run"
-    sealed = SaveOptions(format="safetensors", key=KEY)
+    sealed = api.SaveOptions(format="safetensors", key=KEY)
     first, *_ = save_run(runs, [1, 2, 3], options=sealed, content=items()[:2])
     keys = {"OLD": KEY.raw.hex(), "NEW": OTHER_KEY.raw.hex()}
     change = ("--key", "env:OLD", "--to", "env:NEW", "--yes")

@@ -105,7 +105,7 @@ class Watch:
             env=process_env(**extra),
         )
         self.reports: list[dict[str, Any]] = []
-        self.errors = ""  # what it wrote to standard error, after its end
+        self.errors = ""  # its standard error, after its end
 
     def until(self, event: str, **facts: object) -> dict[str, Any]:
         """Read reports until one of this event whose fields are as given, and return it."""

@@ -13,10 +13,10 @@ import numpy as np
 
 from ckptmgr import save_checkpoint
 from ckptmgr.cli import cli
-from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run
 from tests.maintenance.test_repair import damage
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 from tests.support.foreign import golden_run
 from tests.support.saved import flip, items, save_run
 
@@ -43,7 +43,7 @@ def make_world(work: Path) -> World:
     assert run("verify", work / "damaged").exit_code == 1
     assert run("prune", work / "pruned", "--keep", "last(1)", "--yes").exit_code == 0
     save_run(
-        work / "tensors", [1, 2], options=SaveOptions(format="safetensors"), content=items()[:2]
+        work / "tensors", [1, 2], options=api.SaveOptions(format="safetensors"), content=items()[:2]
     )
     for path in (work / "tensors").glob("*.safetensors"):
         line = ("encrypt", path, "-o", work / "sealed" / f"{path.name}.ckpe")

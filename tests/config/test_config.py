@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointConfig`: what it holds, what it turns into, and what it refuses."""
+"""`CheckpointConfig`: its values, their conversions and refusals."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _DIFFERENCES: dict[str, tuple[str, str, str]] = {
     ),
 }
 
-# Input -> (extension of the files, what it means here). MindSpore refuses it.
+# Input -> (extension of the files, its meaning here). MindSpore refuses it.
 _ACCEPTED = {
     "format='safetensors',enc_key=b'0'*16": ("safetensors.ckpe", "encrypted, in containers"),
     "format='safetensors',crc_check=True": ("safetensors", "the CRC-32 is in the header"),

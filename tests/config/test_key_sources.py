@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Passphrases, public keys and several recipients for saving: who opens what, and what a machine without secrets may do."""
+"""Passphrases, public keys and several recipients for saving: who opens which file, and a machine without secrets."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, Any] = {"None": None, "5": 5, "[]": [], "'x'": "x"}
 
 
 def native(key: str, answer: Any) -> Any:
-    """What a recorded answer of MindSpore is under the native name."""
+    """A recorded answer of MindSpore under the native name."""
     if key in ("offload_param", "offload_checkpoint"):
         return {"cpu": "host", "disk": "disk"}[answer]
     if key == "offload_path":
@@ -56,7 +56,7 @@ def test_from_mindspore_accepted_value_has_the_recorded_meaning(case: dict[str, 
     config = MemoryConfig.from_mindspore({key: case["value"]})
     if key == "enable_aio":
         assert config.writes_in_flight == (8 if answer else 1)
-    elif key == "offload_cpu_size":  # MindSpore takes 80 % of what was said
+    elif key == "offload_cpu_size":  # MindSpore takes 80 % of the given size
         assert answer == pytest.approx(0.8 * getattr(config, NATIVE[key]))
     else:
         assert getattr(config, NATIVE[key]) == native(key, answer)

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import load_checkpoint, open_checkpoint
-from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
+from ckptmgr import CheckpointFileNotFound, CheckpointNotFound, load_checkpoint, open_checkpoint
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_pass, may_return
 from ckptmgr.parallel import build_searched_strategy
 

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from ckptmgr.core.handle import SaveHandle, SaveStats
+from ckptmgr import SaveHandle
+from ckptmgr.core.handle import SaveStats
 
 
 def test_speed_is_bytes_over_the_time_until_durable() -> None:

@@ -16,7 +16,7 @@ import ckptmgr
 from ckptmgr import CheckpointManager, Mirror, ModelCheckpoint
 from ckptmgr.core.urls import SCHEMES, is_url
 from ckptmgr.event_log import JsonLinesObserver
-from ckptmgr.observe.events import Event
+from ckptmgr.events import Event
 from ckptmgr.parallel import SharedDirectory
 from tests.cli.running import run
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CkptmgrError
 from ckptmgr.core.printable import MOST_CHARACTERS, error_text, printable, quoted
 
 

@@ -16,14 +16,14 @@ from ckptmgr.crypto.ciphers import CIPHER_PIECE_BYTES, GcmDecryption, read_in_pi
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.errors import DecryptionError, TamperedError
 from ckptmgr.crypto.mindspore.blocks import open_blocks
-from ckptmgr.crypto.source import Source
+from ckptmgr.crypto.source import Ciphertext
 from ckptmgr.formats.source import BytesSource
 
 from .container import containers
 from .mindspore import sealing
 
 Make = Callable[[bytes], bytes]
-Reopen = Callable[[BytesSource], Source]
+Reopen = Callable[[BytesSource], Ciphertext]
 
 KEY, NONCE, AAD = bytes(32), bytes(range(12)), b"where"
 LARGE = bytes(range(256)) * (5 << 12)  # 5 MiB
@@ -119,11 +119,11 @@ def blocks_of(plaintext: bytes) -> bytes:
     return sealing.seal(plaintext, "AES-GCM", block_bytes=len(plaintext))
 
 
-def opened_container(source: BytesSource) -> Source:
+def opened_container(source: BytesSource) -> Ciphertext:
     return open_container(source, [containers.ME])
 
 
-def opened_blocks(source: BytesSource) -> Source:
+def opened_blocks(source: BytesSource) -> Ciphertext:
     return open_blocks(source, sealing.KEY, "AES-GCM")
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import KeyProblem
+from ckptmgr import CheckpointConfig, CheckpointManager, KeyProblem
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.pem import parse_pem
 from tests.cli.running import run

@@ -17,10 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import Checkpoint, SaveFailed, SaveHandle, StagingExhausted
 from ckptmgr.config.failure import BackPressure, OnError
-from ckptmgr.core.errors import SaveFailed, StagingExhausted
-from ckptmgr.core.handle import SaveHandle, SaveStats
-from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.handle import SaveStats
 from ckptmgr.engine import background
 from ckptmgr.engine.background import BackgroundSaver
 from tests.support.held import TIMEOUT_S

@@ -14,17 +14,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import StagingExhausted, StoreLocked
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    StagingExhausted,
+    StoreLocked,
+)
 from ckptmgr.engine.engine import Mode, SaveEngine, save_mode_of
-from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
+from ckptmgr.events import Event
+from ckptmgr.files.save.job import FixedName, SaveJob
 from ckptmgr.formats.tensor import Item, tensor_from_array
-from ckptmgr.observe.events import Event
-from ckptmgr.series.writer import BegunSave, SeriesWriter
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.memory_config import MIB
+from ckptmgr.series.commit import BegunSave
+from ckptmgr.series.writer import SeriesWriter
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, temporary_files
@@ -58,7 +63,7 @@ def value_in(manager: CheckpointManager, step: int) -> float:
 class RefusingWriter:
     """A writer whose ranks are told that there is no state."""
 
-    store = Store(Path("/none"))
+    store = api.place(Path("/none"))
 
     def begin(self, job: SaveJob) -> BegunSave:
         assert not job.items
@@ -76,7 +81,7 @@ def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> No
     try:
         job = SaveJob(
             naming=FixedName("w.ckpt"),
-            facts=SaveFacts(step=1),
+            facts=api.SaveFacts(step=1),
             items=[tensor_from_array("w", array)],
         )
         with suppress(StagingExhausted):
@@ -243,12 +248,12 @@ def test_second_save_of_a_step_in_flight_is_another_checkpoint(tmp_path: Path, m
 def test_engine_overwrites_a_name_in_both_modes_alike(tmp_path: Path) -> None:
     modes: Sequence[Mode] = ("sync", "thread", "process")
     for mode in modes:
-        store = Store(tmp_path / mode)
-        writer = SeriesWriter(store, "net", options=SaveOptions(), clock=lambda: 0.0)
+        store = api.place(tmp_path / mode)
+        writer = SeriesWriter(store, "net", options=api.SaveOptions(), clock=lambda: 0.0)
         engine = SaveEngine(mode)
         for step in (1, 2):
             items: list[Item] = [tensor_from_array("w", np.full(4, step, np.float32))]
-            facts = SaveFacts(step=step)
+            facts = api.SaveFacts(step=step)
             job = SaveJob(naming=FixedName("net.ckpt"), facts=facts, items=items)
             writer.open()
             engine.run(job, writer)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SnapshotCache` and the choice of what it evicts."""
+"""`SnapshotCache` and its choice of victims."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
+from ckptmgr import CheckpointNotFound, MemoryConfig, StagingExhausted
 from ckptmgr.engine.snapshots import Evictee, SnapshotCache, choose_victim, log_score
 from ckptmgr.engine.staging import StagingPool
 from tests.support.descriptors import nothing_stays_open, open_descriptors

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StagingPool`: what is staged, how much memory that takes, and what is left behind."""
+"""`StagingPool`: its copies, their memory, and its leftovers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import StagingExhausted
+from ckptmgr import MemoryConfig, StagingExhausted
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
 from ckptmgr.io.cgroups import GroupMemory
-from ckptmgr.state.items import Part, tensors_in
+from ckptmgr.state.items import TensorPart, tensors_in
 from tests.support.descriptors import nothing_stays_open
 from tests.support.interrupts import is_interrupted
 from tests.support.staging_memory import MIB, failing, filled, map_tensors, values
@@ -378,7 +377,7 @@ def test_part_that_is_saved_alone_is_wiped_alone_and_foreign_tensors_stay() -> N
         staged = pool.stage([filled("a", 9)])
         (whole,) = tensors_in(staged.items)
         foreign = filled("a", 9)
-        for tensor in (Tensor(whole.spec, Part(whole=whole, start=2, stop=5)), foreign):
+        for tensor in (Tensor(whole.spec, TensorPart(whole=whole, start=2, stop=5)), foreign):
             staged.discard(tensor)
         assert bytes(whole.content()) == b"\x07\x07\0\0\0\x07\x07\x07\x07"
         assert bytes(foreign.content()) == b"\x07" * 9

@@ -9,8 +9,8 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.memory import Allocation
 from ckptmgr.engine.layout import PAGE_BYTES, SPILLED, StagingLayout, lay_out
+from ckptmgr.memory_config import Allocation
 
 allocations = st.sampled_from(get_args(Allocation))
 sizes = st.lists(st.integers(0, 5 * PAGE_BYTES), max_size=20)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.memory import MemoryConfig
+from ckptmgr import MemoryConfig
 from ckptmgr.engine.staging import StagingPool, items_from
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from tests.support.staging_memory import MIB, filled, map_tensors, values

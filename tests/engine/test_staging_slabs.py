@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs: what the kernel knows about them, and what happens when it refuses."""
+"""Slabs: their pages in the kernel, and refusals of the kernel."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import StagingExhausted
+from ckptmgr import MemoryConfig, StagingExhausted
 from ckptmgr.engine.budget import Ledger
 from ckptmgr.engine.slabs import Slab, SlabPool
 from tests.support.descriptors import nothing_stays_open
@@ -108,7 +107,7 @@ def test_variable_use_1g_huge_page_2_without_huge_pages_falls_back(is_shared: bo
 def test_huge_pages_where_there_are_some_back_the_slab(
     monkeypatch: pytest.MonkeyPatch, is_shared: bool
 ) -> None:
-    # Reserving huge pages would change the machine, so the system call only notes what it was asked for.
+    # Reserving huge pages would change the machine, so the system call only notes the request.
     asked: list[tuple[int, int]] = []
 
     def noting_mmap(descriptor: int, length: int, **options: Any) -> mmap.mmap:

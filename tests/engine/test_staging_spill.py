@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spill files: how they are written, and what is left of them."""
+"""Spill files: how they are written, and their remains."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import StagingExhausted
+from ckptmgr import MemoryConfig, StagingExhausted
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.io.threads import for_each

@@ -11,17 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.config.memory import MemoryConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig, ModelCheckpoint
 from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.files.save.compressed import _rooms
 from ckptmgr.files.save.compressed_chunks import _memory
 from ckptmgr.files.save.container_stream import _segments
 from ckptmgr.files.save.streams import _scratch
 from ckptmgr.io.buffers import BufferPool
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.observe.observers import Event
-from ckptmgr.training.callback import ModelCheckpoint
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
 from tests.support.staging_memory import MIB
@@ -83,7 +81,7 @@ class WatchedDisk(FailingDisk):
     """A disk that counts the secret bytes in staging memory before each sync of a file."""
 
     def __init__(self) -> None:
-        super().__init__(OsFileSystem())
+        super().__init__(api.OsFileSystem())
         self.seen: list[int] = []
 
     def _meet(self, operation: str, path: Path) -> None:

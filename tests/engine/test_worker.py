@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process: what it inherits, what it survives, and what becomes of a save when it dies."""
+"""The worker process: its inheritance, the faults that it survives, and a save whose worker dies."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB
-from ckptmgr.core.errors import SaveFailed, StoreFull
+from ckptmgr import CheckpointConfig, CheckpointManager, SaveFailed, StoreFull
 from ckptmgr.engine import worker_client, worker_protocol
 from ckptmgr.engine.worker import NICENESS, Worker, _watch
 from ckptmgr.engine.worker_client import WorkerClient
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.memory_config import MIB
 from tests.support.descriptors import nothing_stays_open
 from tests.support.held import (
     KEY,

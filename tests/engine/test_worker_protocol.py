@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmgr import CkptmgrError, SaveFailed, StoreFull
 from ckptmgr.core import errors
-from ckptmgr.core.errors import CkptmgrError, SaveFailed, StoreFull
 from ckptmgr.engine import worker_protocol
 from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive, send
 from ckptmgr.io.space_errors import not_enough_space

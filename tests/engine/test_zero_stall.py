@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that copy in the background: what is written, what is waited for, and what becomes of those who do not wait."""
+"""Saves that copy in the background: written content, waits, and updates that do not wait."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import SaveFailed, SaveSuperseded, StagingExhausted
-from ckptmgr.core.handle import SaveHandle
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    ModelCheckpoint,
+    SaveFailed,
+    SaveHandle,
+    SaveSuperseded,
+    StagingExhausted,
+)
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.engine.zero_stall import DeferredState, Updates, defer
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, tensor_from_array
+from ckptmgr.memory_config import MIB
 from ckptmgr.state.arrays import jax_bytes
 from ckptmgr.state.tree import flatten
-from ckptmgr.training.callback import ModelCheckpoint
-from ckptmgr.training.manager import CheckpointManager
 from tests.support.descriptors import open_descriptors
 from tests.support.held import KEY, TIMEOUT_S, HeldDisk, run_program
 from tests.support.held_staging import HeldStaging
@@ -94,7 +99,7 @@ def test_save_returns_before_anything_large_is_copied_and_writes_the_state_of_it
             state["small"][...] = step
             handle = saved(manager.save(step, state))
             assert not handle.staged.done()
-            # Forward and backward: numbers, generators and what is small may change.
+            # Forward and backward: numbers, generators and small values may change.
             state["n"] = -1
             state["rng"].random()
             state["small"][...] = -1

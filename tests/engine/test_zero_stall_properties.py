@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""However a loop saves, waits and updates: what is published is the state of its save(), and misuse is never silent."""
+"""However a loop saves, waits and updates: the published state is that of its save(), and misuse is never silent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import SaveFailed, SaveSuperseded
-from ckptmgr.core.handle import SaveHandle
+from ckptmgr import CheckpointConfig, SaveFailed, SaveHandle, SaveSuperseded
 from tests.support.crashmodel import ModelDisk
 from tests.support.held_staging import HeldStaging
 from tests.support.runs import manager_on
@@ -24,7 +22,7 @@ TOLD = (SaveFailed, SaveSuperseded)
 
 
 class Loop:
-    """A training loop that does what it is told, and notes what each save must hold."""
+    """A training loop that follows orders, and notes the right content of each save."""
 
     def __init__(self, back_pressure: Any, weights: Any, held: HeldStaging) -> None:
         config = CheckpointConfig(

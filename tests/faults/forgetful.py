@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that leaves out one kind of sync, or deletes too early: what the crash tests must catch."""
+"""A disk that leaves out one kind of sync, or deletes too early: faults that the crash tests must catch."""
 
 from __future__ import annotations
 
 import enum
 from pathlib import Path
 
-from ckptmgr.io.filesystem import OutputFile
-from ckptmgr.store.manifest.codec import SUFFIX
 from tests.faults.training import RUNS
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.failingdisk import FailingDisk
 
 
 class Forgotten(enum.Enum):
-    """What is left out; of the directory syncs, the one after this change."""
+    """The step that is left out; of the directory syncs, the one after this change."""
 
     NOTHING = "nothing"
     DATA_SYNC = "data written"
@@ -36,7 +35,7 @@ class ForgetfulDisk(FailingDisk):
         self._forgotten = forgotten
         self._last_change = Forgotten.SYNC_BEFORE_ACTING
 
-    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
         """Create a file whose sync may be forgotten."""
         if self._forgotten is Forgotten.PUBLISH_BEFORE_DELETE and not _is_manifest(path):
             self._delete_all()
@@ -73,7 +72,7 @@ class ForgetfulDisk(FailingDisk):
 
 
 class _Unsynced:
-    def __init__(self, file: OutputFile) -> None:
+    def __init__(self, file: api.OutputFile) -> None:
         self._file = file
         self.reserve, self.write_at, self.close = file.reserve, file.write_at, file.close
 
@@ -82,4 +81,4 @@ class _Unsynced:
 
 
 def _is_manifest(path: Path) -> bool:
-    return SUFFIX in path.name
+    return api.MANIFEST_SUFFIX in path.name

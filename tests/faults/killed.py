@@ -22,7 +22,7 @@ STEPS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """What a killed run had said: the step of its last save that returned (0: none), and whether it was stopped."""
+    """The output of a killed run: the step of its last save that returned (0: none), and whether it was stopped."""
 
     acknowledged: int
     was_stopped: bool

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Power cuts on real file systems: a mounted disk image is copied at every call of a process that changes it.
 
-A copy of the image of a mounted file system holds what that file system has sent to the device, which is what a power
+A copy of the image of a mounted file system holds the bytes that the file system has sent to the device, as after a power
 cut at this moment leaves. strace stops the process with SIGSTOP at each call, so that one run shows every moment.
 """
 
@@ -115,7 +115,7 @@ class Disks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Photograph:
-    """What a power cut leaves.
+    """The state that a power cut leaves.
 
     Attributes:
         image: Of the disk.

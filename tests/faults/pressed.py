@@ -39,7 +39,7 @@ class Presses:
 
 @contextlib.contextmanager
 def pressed(at: int | None = None) -> Iterator[Presses]:
-    """Press Ctrl-C at a point of what is done within the block; None only counts."""
+    """Press Ctrl-C at a point within the block; None only counts."""
     presses = Presses(at)
     before = sys.getprofile()
     sys.setprofile(presses.hear)

@@ -2,7 +2,7 @@
 """A process that saves one step, for strace: `python -m tests.faults.saver DIRECTORY STEP MODE [OPTION]`.
 
 It resumes first, keeps one checkpoint besides the one it resumed from, and prints `acknowledged` once the save is durable.
-With the option `verified` it reads back what it wrote; with `starved` it saves the next step, too, when no process of it
+With the option `verified` it reads its file back; with `starved` it saves the next step, too, when no process of it
 has a file descriptor left.
 """
 
@@ -13,10 +13,9 @@ import resource
 import sys
 from pathlib import Path
 
-import numpy  # noqa: F401  imports come first: what is injected must meet the save, not the loading of NumPy
+import numpy  # noqa: F401  imports come first: the injected fault must meet the save, not the loading of NumPy
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager
 from tests.faults.training import state_of
 
 

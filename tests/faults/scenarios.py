@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of the store, each with what must hold after a fault in it.
+"""The operations of the store, each with the conditions after a fault in it.
 
-`start` is the disk before, `run` the operation, `must` and `may` what is there afterwards, given what was acknowledged.
+`start` is the disk before, `run` the operation, `must` and `may` the content afterwards, given the acknowledgements.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 from tests.faults.training import (
     RUNS,
@@ -20,6 +19,7 @@ from tests.faults.training import (
     name_of,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
 from tests.support.diskimage import Snapshot
 from tests.support.failingdisk import FailingDisk
@@ -29,10 +29,10 @@ OLD: Content = {ONE: [10.0], TWO: [20.0]}
 NEW: Content = {THREE: [30.0]}
 NONE: Content = {}
 
-Wrap = Callable[[ModelDisk], FileSystem]
+Wrap = Callable[[ModelDisk], api.FileSystem]
 
 
-def as_it_is(disk: ModelDisk) -> FileSystem:
+def as_it_is(disk: ModelDisk) -> api.FileSystem:
     """Show the code under test the disk itself."""
     return disk
 
@@ -42,9 +42,9 @@ class Scenario:
     """One operation and its promises.
 
     Attributes:
-        values: What was saved as steps 1, 2, ... before.
-        run: The operation; what it promises it notes with `disk.acknowledge`.
-        must: What is there after a fault, given whether the promise was made.
+        values: Of the steps 1, 2, ... that were saved before.
+        run: The operation; it notes its promises with `disk.acknowledge`.
+        must: The content after a fault, given whether the promise was made.
         may: What may be there.
         keep: The retention policy.
     """
@@ -69,7 +69,7 @@ class Scenario:
         check_after_fault(disk, must=must, may=self.may, key=key, keep=self.keep)
 
     def crashes(self, key: bytes | None, order: Order, wrap: Wrap = as_it_is) -> Iterator[Crash]:
-        """Yield what a power cut in the operation may leave."""
+        """Yield the states that a power cut in the operation may leave."""
         return every_crash(self.start(key), self.runner(key, wrap), order=order)
 
     def crashes_after_death(
@@ -79,7 +79,7 @@ class Scenario:
         then: Callable[[Trainer], None],
         wrap: Wrap = as_it_is,
     ) -> Iterator[Crash]:
-        """Yield what a power cut in `then` may leave, for each moment at which the operation before it died."""
+        """Yield the states that a power cut in `then` may leave, for each moment at which the operation before it died."""
 
         def run(disk: ModelDisk) -> None:
             then(Trainer(disk, fs=wrap(disk), key=key, keep=self.keep))
@@ -179,7 +179,7 @@ def keep_only_newest(trainer: Trainer) -> None:
 
 
 def overwrites_of_third(wrap: Wrap = as_it_is) -> Iterator[Crash]:
-    """Yield what a power cut in an overwrite may leave, of a file whose save died after its rename."""
+    """Yield the states that a power cut in an overwrite may leave, of a file whose save died after its rename."""
 
     def run(disk: ModelDisk) -> None:
         Trainer(disk, fs=wrap(disk)).overwrite(THREE, 31.0, step=3)
@@ -198,7 +198,7 @@ def check_third(crash: Crash) -> None:
 
 
 def first_broken(crashes: Iterable[Crash], check: Callable[[Crash], None]) -> str | None:
-    """Return what the first crash left whose check fails, or None; equal disks are checked once."""
+    """Return the state after the first crash whose check fails, or None; equal disks are checked once."""
     seen = set()
     for crash in crashes:
         state = (what_counts(crash.disk), crash.disk.acknowledged)

@@ -60,7 +60,7 @@ class Call:
     Attributes:
         name: Of the call.
         number: How many calls of that name its thread had made, with this one.
-        kind: What it does: create, write, reserve, sync, close, rename, remove.
+        kind: Its effect: create, write, reserve, sync, close, rename, remove.
         line: As strace shows it.
         is_shared: Whether another thread had made as many calls of that name before, which would meet the fault.
     """
@@ -79,7 +79,7 @@ class Call:
 
     @property
     def result(self) -> str:
-        """What the call returned."""
+        """The result of the call."""
         return self.line.rpartition("= ")[2]
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ class Straced:
 
     Attributes:
         returncode: Of the process; negative for a signal.
-        output: What it said to both streams.
+        output: Of both streams.
         log: What strace saw.
     """
 

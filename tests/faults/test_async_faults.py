@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop sees when its saves run elsewhere and something goes wrong: disks, forks, signals, deaths, exits."""
+"""A training loop whose saves run elsewhere, and fail: disks, forks, signals, deaths, exits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.files.save.job import SaveOptions
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    StoreLocked,
+    load_checkpoint,
+)
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.store import Store
-from ckptmgr.training.callback import ModelCheckpoint
-from ckptmgr.training.manager import CheckpointManager
+from tests.support import api
 from tests.support.held import (
     TIMEOUT_S,
     HeldDisk,
@@ -56,7 +57,7 @@ def steps(manager: CheckpointManager) -> list[int]:
 
 
 def settle(callback: ModelCheckpoint) -> None:
-    """Wait for what is in flight, and leave its failure to the next call."""
+    """Wait for saves in flight, and leave its failure to the next call."""
     callback._engine.wait_until_idle()
 
 
@@ -149,7 +150,7 @@ def test_callback_tries_the_last_step_and_raises_at_the_end(tmp_path: Path) -> N
     with pytest.raises(OSError, match="became full"):
         loop.end()
     assert data_files(tmp_path) == ["net-1_2.ckpt"]
-    with Store(tmp_path).lease("net"):  # given back
+    with api.place(tmp_path).lease("net"):  # given back
         pass
 
 
@@ -165,14 +166,12 @@ def test_callback_gives_the_lease_back_when_the_last_step_fails_too(tmp_path: Pa
     loop.step = 5
     with pytest.raises(TypeError):
         loop.end()
-    with Store(tmp_path).lease("net"):
+    with api.place(tmp_path).lease("net"):
         pass
 
 
 def test_breakpoint_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     disk = HeldDisk()
-    callback = held_callback(tmp_path, disk, save_checkpoint_steps=2, exception_save=True)
-    loop = Loop(callbacks=(callback,))
     done: list[str] = []
     create, replace = disk.create, disk.replace
 
@@ -185,6 +184,8 @@ def test_breakpoint_waits_for_the_save_in_flight(tmp_path: Path) -> None:
         done.append(f"publish {target.name}")
 
     disk.create, disk.replace = noting_create, noting_replace  # type: ignore[method-assign]
+    callback = held_callback(tmp_path, disk, save_checkpoint_steps=2, exception_save=True)
+    loop = Loop(callbacks=(callback,))
     with pytest.raises(ValueError, match="boom") as raised:
         loop.run_and_fail(2, ValueError("boom"))
     assert not hasattr(raised.value, "__notes__")
@@ -587,9 +588,9 @@ def training_with_a_held_save(
 def impatient(runs: Path, waited: list[float]) -> SeriesWriter:
     """Return a writer whose time passes only while it waits; it notes how long."""
     return SeriesWriter(
-        Store(runs),
+        api.place(runs),
         "ckpt",
-        options=SaveOptions(),
+        options=api.SaveOptions(),
         clock=lambda: 0.0,
         monotonic=lambda: sum(waited),
         pause=waited.append,
@@ -773,16 +774,17 @@ def test_pin_in_time_is_never_undone_by_retention(tmp_path: Path) -> None:
 class _pause:
     """Holds up the first call of a method of a disk."""
 
-    def __init__(self, disk: HeldDisk, operation: str) -> None:
+    def __init__(self, disk: HeldDisk, held: str) -> None:
         self._arrived, self._go = threading.Event(), threading.Event()
-        real: Callable[..., object] = getattr(disk, operation)
+        meet = disk._meet
 
-        def paused(*args: object, **named: object) -> object:
-            self._arrived.set()
-            assert self._go.wait(TIMEOUT_S)
-            return real(*args, **named)
+        def paused(operation: str, path: Path) -> None:
+            if operation == held:
+                self._arrived.set()
+                assert self._go.wait(TIMEOUT_S)
+            meet(operation, path)
 
-        setattr(disk, operation, paused)
+        disk._meet = paused  # type: ignore[method-assign]
 
     def arrive(self) -> None:
         assert self._arrived.wait(TIMEOUT_S)

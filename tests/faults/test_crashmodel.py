@@ -48,7 +48,7 @@ def put(disk: ModelDisk, path: Path, content: bytes = b"", *, is_synced: bool = 
 
 
 def contents(disk: ModelDisk, order: Order, path: Path) -> set[bytes | None]:
-    """Return what a power cut may leave of one file; None when it is gone."""
+    """Return the contents that a power cut may leave of one file; None when it is gone."""
     return {
         left.read_bytes(path) if left.status(path) else None for left in disk.crash_states(order)
     }

@@ -170,7 +170,7 @@ def test_interrupt_at_any_call_of_the_coordinator_never_harms_a_committed_checkp
         failing.at = call
         with contextlib.suppress(KeyboardInterrupt):
             save_step(2, [failing, own])
-            forget()  # what a program does when it goes on, or ends
+            forget()  # as a program does when it goes on, or ends
         forget()
         if len(failing.calls) < call:
             break

@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from ckptmgr import StoreLocked, UnsafeWrite, export_weights, save_state
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.store.name_leases import hold_name
+from tests.support import api
 
 OLD, NEW = ({"w": np.full(3, value, np.float32), "b": np.ones(2)} for value in (1, 2))
 _CHANGES = {"mkdir", "replace", "unlink", "rmdir", "pwrite"}
@@ -92,7 +92,7 @@ def test_death_at_every_call_loses_nothing_and_the_next_export_cleans_up(
 
 
 def left_behind(tmp_path: Path, kind: str) -> Path:
-    """Return what a killed export left beside `out`."""
+    """Return the files that a killed export left beside `out`."""
     left = tmp_path / f".out.export-{'0' * 16}.{kind}"
     export_weights(save_state(OLD, tmp_path / "old.ckpt").path, left)
     return left
@@ -126,6 +126,6 @@ def test_what_an_export_to_another_directory_left_stays(tmp_path: Path) -> None:
 
 def test_second_export_to_a_directory_is_refused_while_the_first_writes(tmp_path: Path) -> None:
     path = save_state(OLD, tmp_path / "old.ckpt").path
-    with hold_name(OsFileSystem(), tmp_path, "out"), pytest.raises(StoreLocked, match="out"):
+    with hold_name(api.OsFileSystem(), tmp_path, "out"), pytest.raises(StoreLocked, match="out"):
         export_weights(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from tests.faults.writers import DATA, NEW, OLD, TARGET, TEMPORARY, Mistake, write
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
 
 
@@ -95,7 +95,7 @@ def test_single_failure_lets_later_calls_through() -> None:
 
 
 def test_every_method_can_fail_and_works_otherwise(tmp_path: Path) -> None:
-    def use_all(disk: FileSystem) -> None:
+    def use_all(disk: api.FileSystem) -> None:
         disk.make_directory(tmp_path / "d", mode=0o700)
         with disk.lock(tmp_path / "d" / "lock", owner="me"):
             file = disk.create(tmp_path / "d" / "a", mode=0o600)
@@ -113,10 +113,10 @@ def test_every_method_can_fail_and_works_otherwise(tmp_path: Path) -> None:
         assert disk.status(tmp_path / "d") is not None
         disk.unlink(tmp_path / "d" / "b")
 
-    counting = FailingDisk(OsFileSystem())
+    counting = FailingDisk(api.OsFileSystem())
     use_all(counting)
     for call in range(1, len(counting.calls) + 1):
-        failing = FailingDisk(OsFileSystem(), error=errno.EIO, call=call)
+        failing = FailingDisk(api.OsFileSystem(), error=errno.EIO, call=call)
         for left in (tmp_path / "d").iterdir():
             left.unlink()
         with pytest.raises(OSError, match="Input/output"):

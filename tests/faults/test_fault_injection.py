@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreFull
-from ckptmgr.core.model import State
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointManager, StoreFull
 from tests.faults.scenarios import (
     FIRST_SAVE,
     NEXT_SAVE,
@@ -32,6 +30,7 @@ from tests.faults.training import (
     saved,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
 
 SAVES = {"first save": FIRST_SAVE, "next save": NEXT_SAVE, "overwrite": OVERWRITE}
@@ -61,7 +60,7 @@ def _new_failures(scenario: Scenario, key: bytes | None, **how: bool) -> list[Fa
 
 
 def content_after(scenario: Scenario, failure: Failure) -> Content:
-    """Return what must be there; a run that returned has made its promise."""
+    """Return the content that must be there; a run that returned has made its promise."""
     return scenario.must(failure.raised is None)
 
 
@@ -119,7 +118,7 @@ def test_failed_save_raises_the_error_of_the_disk_and_names_the_file(name: str) 
         if failure.raised is not None:
             assert isinstance(failure.raised, OSError), failure
             assert failure.raised.errno == failure.error, failure
-            # The first make_directory is the lease's, when it is not yet known what a save needs.
+            # The first make_directory is the lease's, when the need of a save is not yet known.
             is_full = failure.error == errno.ENOSPC
             if failure.operation != "make_directory":
                 assert isinstance(failure.raised, StoreFull) == is_full, failure
@@ -151,7 +150,7 @@ def test_failed_sync_is_final() -> None:
     synced = [f for f in failures(NEXT_SAVE) if f.operation == "sync"]
     assert len(synced) >= 4
     for failure in synced:
-        # What was written may be gone although a second sync would say that all is well.
+        # The written bytes may be gone although a second sync would say that all is well.
         assert failure.raised is not None
         later = failure.disk.operations[failure.call :]
         assert not [op for op in later if op.kind in ("sync", "replace")], failure
@@ -263,4 +262,4 @@ def test_save_without_enough_space_changes_nothing() -> None:
             manager.save(2, state_of(20.0))
         assert set(disk.list(RUNS)) - {f".{SERIES}.lease"} == before
         disk.available_bytes = 1 << 30
-        assert saved(manager, 2, 20.0).state is State.OK
+        assert saved(manager, 2, 20.0).state is api.State.OK

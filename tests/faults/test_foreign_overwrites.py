@@ -7,13 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 ONE = name_of(1)
@@ -28,19 +24,16 @@ def overwrite(disk: ModelDisk, key: bytes | None) -> None:
 
 def opens(disk: ModelDisk, key: bytes | None) -> bool:
     """Return whether the file verifies with a key and nothing else; without one, whether it is plain."""
-    own = None if key is None else Key(key)
-    store = Store(RUNS, fs=disk, trust=Trust(keys=own, allow_unencrypted=not (own is not None)))
+    own = None if key is None else api.Key(key)
+    store = api.place(RUNS, fs=disk, keys=own, allow_unencrypted=not (own is not None))
     (found,) = [one for one in store.scan() if one.name == ONE]
-    return (
-        verify_checkpoint(store, found, options=ReadOptions(trust=Trust(keys=own))).status
-        is Status.OK
-    )
+    return api.verify(store, found, keys=own).status is api.Status.OK
 
 
 def recover(disk: ModelDisk, key: bytes | None) -> None:
-    own = None if key is None else Key(key)
-    Store(
-        RUNS, fs=disk, trust=Trust(keys=own, allow_unencrypted=True), processes=ModelProcesses(disk)
+    own = None if key is None else api.Key(key)
+    api.place(
+        RUNS, fs=disk, keys=own, allow_unencrypted=True, processes=ModelProcesses(disk)
     ).recover(SERIES)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a forked child inherits: no buffer that is never given back, no lock that is never released, no memory to share."""
+"""Forked children inherit no buffer that is never given back, no lock that is never released, no memory to share."""
 
 from __future__ import annotations
 

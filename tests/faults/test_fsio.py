@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real disk: what `OsFileSystem` promises beyond what the model mirrors."""
+"""The real disk: promises of `OsFileSystem` that the model does not mirror."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked, TruncatedError
 from ckptmgr.crypto.buffers import new_pages
-from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import DIRECT_IO_ALIGNMENT
-from ckptmgr.io.filesystem import OsFileSystem
+from tests.support import api
 from tests.support.descriptors import nothing_stays_open, open_descriptors
 
 ROOT_OF_PROJECT = Path(__file__).parents[2]
-DISK = OsFileSystem()
+DISK = api.OsFileSystem()
 
 
 def read(path: Path) -> bytes:
@@ -545,7 +544,7 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_change_overwrites_bytes_of_a_read_only_file_and_leaves_its_mode(read_only: Path) -> None:
-    with contextlib.closing(OsFileSystem().change(read_only)) as file:
+    with contextlib.closing(api.OsFileSystem().change(read_only)) as file:
         file.reserve(100)
         file.write_at(0, b"new")
         file.sync()
@@ -554,7 +553,7 @@ def test_change_overwrites_bytes_of_a_read_only_file_and_leaves_its_mode(read_on
 
 
 def test_change_refuses_what_is_not_a_file_of_its_own(tmp_path: Path) -> None:
-    fs = OsFileSystem()
+    fs = api.OsFileSystem()
     target = tmp_path / "target"
     target.write_bytes(b"content")
     (tmp_path / "link").symlink_to(target)

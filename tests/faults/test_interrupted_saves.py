@@ -11,13 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
 from tests.faults.pressed import pressed, was_interrupted
+from tests.support import api
 
 NAME = "net-1_1.ckpt"
 MORE_POINTS = 30
@@ -49,11 +45,11 @@ def assert_whole(directory: Path, allowed: set[frozenset[str]]) -> None:
     """Assert that nothing lies in a directory but whole checkpoints with their manifests, and the lease of the series."""
     names = {path.name for path in directory.iterdir()} - {".net.lease"}
     data = frozenset(name for name in names if name.endswith(".ckpt"))
-    assert names == data | {manifest_name(name) for name in data}
+    assert names == data | {api.manifest_name(name) for name in data}
     assert data in allowed
-    store = Store(directory)
-    answers = [verify_checkpoint(store, checkpoint) for checkpoint in store.scan()]
-    assert [answer.status for answer in answers] == [Status.OK] * len(data)
+    store = api.place(directory)
+    answers = [api.verify(store, checkpoint) for checkpoint in store.scan()]
+    assert [answer.status for answer in answers] == [api.Status.OK] * len(data)
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways in which MindSpore 2.10 was seen to lose checkpoints, and that ours does not: disks that fail, and kills.
 
-The numbers are those of the experiments with the real MindSpore; "MindSpore" says what came of them there. What was lost by
+The numbers are those of the experiments with the real MindSpore; "MindSpore" has their result there. Data lost by
 formats and encryption is in test_mindspore_file_faults.
 """
 
@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import StoreFull
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr import CheckpointConfig, ModelCheckpoint, StoreFull, load_checkpoint, save_checkpoint
 from tests.faults.killed import kill_during_write
+from tests.support import api
 from tests.support.crashmodel import FailingDisk
 from tests.support.runs import callback_on
 from tests.support.surface import KEY, Loop, data_files
@@ -51,9 +50,9 @@ class _FullDisk:
     """A real directory on a disk of 12 MiB that somebody else fills."""
 
     def __init__(self, directory: Path) -> None:
-        self.disk = FailingDisk(OsFileSystem(), space_bytes=12 * MIB)
+        self.disk = FailingDisk(api.OsFileSystem(), space_bytes=12 * MIB)
         self._filler = directory / "filler.bin"
-        self._file: OutputFile | None = None
+        self._file: api.OutputFile | None = None
 
     def fill(self) -> None:
         free = self.disk.free_bytes(self._filler.parent)
@@ -274,7 +273,7 @@ def test_f09_overwriting_in_a_read_only_directory_keeps_the_old_file(own_directo
 def test_f10_file_system_that_becomes_read_only_loses_nothing(tmp_path: Path) -> None:
     """MindSpore: EROFS and nothing lost; the same here."""
     disk = FailingDisk(
-        OsFileSystem(), error=errno.EROFS, operation="create", call=5, is_lasting=True
+        api.OsFileSystem(), error=errno.EROFS, operation="create", call=5, is_lasting=True
     )
     loop, _ = _training(tmp_path, CheckpointConfig(keep_checkpoint_max=1), disk=disk)
     loop.run(2, end=False)

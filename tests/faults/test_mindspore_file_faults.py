@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways in which MindSpore 2.10 was seen to lose or change data without a word, and that ours does not: what is in files.
+"""The ways in which MindSpore 2.10 was seen to lose or change data without a word, and that ours does not: content of files.
 
 The numbers F14 to F26 are those of the experiments with the real MindSpore; "MindSpore" says what came of them there. The
 faults of disks are in test_mindspore_faults.
@@ -13,15 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
+    ModelCheckpoint,
     TamperedCheckpoint,
     TruncatedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_checkpoint,
+    save_checkpoint,
 )
 from tests.support.surface import KEY, Loop, bare
 
@@ -62,7 +65,7 @@ def test_f15_empty_tensor_comes_back_with_its_shape(
 def test_f16_complex_ckpt_is_refused_before_it_replaces_anything(
     tmp_path: Path, dtype: type[np.generic]
 ) -> None:
-    """MindSpore: it saves without a word what it cannot load."""
+    """MindSpore: it saves files without a word that it cannot load."""
     path = tmp_path / "x.ckpt"
     save_checkpoint(_NETWORK, path)
     with pytest.raises(UnsupportedCheckpoint, match="tensor 'c'"):

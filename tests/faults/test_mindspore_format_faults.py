@@ -12,8 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from tests.support.surface import bare
 
@@ -41,7 +46,7 @@ _MALFORMED = {
 def test_format_1_4_malformed_entry_is_refused_without_taking_memory(
     tmp_path: Path, what: str
 ) -> None:
-    """MindSpore: fills in what is missing, merges what is double, allocates 2 GiB, or crashes with SIGSEGV."""
+    """MindSpore: fills in missing values, merges double ones, allocates 2 GiB, or crashes with SIGSEGV."""
     path = bare(tmp_path / "x.ckpt", encode_bytes_field(1, _MALFORMED[what]))
     tracemalloc.start()
     try:

@@ -16,10 +16,10 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem, OutputFile
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 
 FAST_DIRECTORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
@@ -28,7 +28,7 @@ OFFSETS = st.integers(-1, 9) | st.just(5000)
 
 
 def outcome(call: Callable[[], object]) -> object:
-    """Return what the call returned, or what tells its error apart."""
+    """Return the result of the call, or the mark of its error."""
     try:
         return call()
     except OSError as error:
@@ -39,7 +39,7 @@ def outcome(call: Callable[[], object]) -> object:
         return ValueError
 
 
-def read(disk: FileSystem, path: Path, beyond: int) -> bytes:
+def read(disk: api.FileSystem, path: Path, beyond: int) -> bytes:
     file = disk.open(path)
     try:
         buffer = bytearray(file.size + beyond)
@@ -49,7 +49,7 @@ def read(disk: FileSystem, path: Path, beyond: int) -> bytes:
         file.close()
 
 
-def entries(disk: FileSystem, path: Path) -> dict[str, tuple[bool, bool, int]]:
+def entries(disk: api.FileSystem, path: Path) -> dict[str, tuple[bool, bool, int]]:
     return {
         name: (status.is_file, status.is_directory, status.size_bytes * status.is_file)
         for name, status in disk.list(path).items()
@@ -64,26 +64,26 @@ class SameAsTheRealDisk(RuleBasedStateMachine):
         self.root = Path(name)
         self.model = ModelDisk()
         self.model.make_directory(self.root, mode=0o755)
-        self.disks: tuple[FileSystem, ...] = (OsFileSystem(), self.model)
-        self.files: list[tuple[OutputFile, ...]] = []
+        self.disks: tuple[api.FileSystem, ...] = (api.OsFileSystem(), self.model)
+        self.files: list[tuple[api.OutputFile, ...]] = []
 
     def teardown(self) -> None:
         self.stack.close()
         for files in self.files:
             files[0].close()
 
-    def both(self, call: Callable[[FileSystem], object]) -> None:
+    def both(self, call: Callable[[api.FileSystem], object]) -> None:
         real, model = (outcome(lambda disk=disk: call(disk)) for disk in self.disks)  # type: ignore[misc]
         assert model == real
 
-    def both_files(self, index: int, call: Callable[[OutputFile], object]) -> None:
+    def both_files(self, index: int, call: Callable[[api.OutputFile], object]) -> None:
         files = self.files[index % len(self.files)]
         real, model = (outcome(lambda file=file: call(file)) for file in files)  # type: ignore[misc]
         assert model == real
 
     @rule(name=NAMES)
     def create(self, name: str) -> None:
-        made: list[OutputFile] = []
+        made: list[api.OutputFile] = []
         self.both(lambda disk: made.append(disk.create(self.root / name, mode=0o600)))
         if made:
             self.files.append(tuple(made))
@@ -135,12 +135,12 @@ class SameAsTheRealDisk(RuleBasedStateMachine):
 
     @rule(name=NAMES, owner=st.sampled_from(["pid 1", "pid 2 é"]))
     def lock_twice(self, name: str, owner: str) -> None:
-        def holders(disk: FileSystem) -> tuple[str | None, str | None]:
+        def holders(disk: api.FileSystem) -> tuple[str | None, str | None]:
             path = self.root / name
             try:
                 with disk.lock(path, owner=owner) as first, disk.lock(path, owner="late") as second:
                     return first, second
-            except StoreLocked as error:  # the real disk names what has the name of the lock
+            except StoreLocked as error:  # the real disk names the entry with the name of the lock
                 raise IsADirectoryError(errno.EISDIR, error.message, str(path)) from error
 
         self.both(holders)
@@ -159,7 +159,7 @@ TestSameAsTheRealDisk.settings = settings(max_examples=60, stateful_step_count=2
 @pytest.mark.parametrize("source", ["file", "empty", "full", "full/file", "absent"])
 @pytest.mark.parametrize("target", ["file", "other", "empty", "full", "full/below", "file/below"])
 def test_rename_equals_the_real_one(tmp_path: Path, source: str, target: str) -> None:
-    def renamed(disk: FileSystem) -> list[object]:
+    def renamed(disk: api.FileSystem) -> list[object]:
         for directory in ("empty", "full"):
             disk.make_directory(tmp_path / directory, mode=0o755)
         for name in ("file", "other", "full/file"):
@@ -171,7 +171,7 @@ def test_rename_equals_the_real_one(tmp_path: Path, source: str, target: str) ->
         ]
         return [result, *left]
 
-    assert renamed(ModelDisk()) == renamed(OsFileSystem())
+    assert renamed(ModelDisk()) == renamed(api.OsFileSystem())
 
 
 def test_identity_follows_a_file_through_a_rename() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No plaintext on any disk: every write of real processes that save, re-encrypt and compress what is encrypted."""
+"""No plaintext on any disk: every write of real processes that save, re-encrypt and compress encrypted files."""
 
 from __future__ import annotations
 

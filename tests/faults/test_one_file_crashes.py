@@ -10,21 +10,16 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import load_state
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.state import state_metadata
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_named
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.state import tree
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, KEYS, RUNS, ModelProcesses, state_of, value_of
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_failure, every_kill
 
 NAME = "s.safetensors"
-MANIFEST = manifest_name(NAME)
+MANIFEST = api.manifest_name(NAME)
 OLD, NEW = 10.0, 20.0
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
@@ -35,18 +30,18 @@ def save(
     disk: ModelDisk,
     value: float,
     key: bytes | None,
-    fs: FileSystem | None = None,
+    fs: api.FileSystem | None = None,
     *,
     has_manifest: bool,
 ) -> None:
     """Save as `save_state` does."""
-    trust = Trust(keys=None if key is None else Key(key), allow_unencrypted=True)
+    trust = api.Trust(keys=None if key is None else api.Key(key), allow_unencrypted=True)
     flat = tree.flatten(state_of(value))
     save_named(
-        Store(RUNS, fs=fs or disk, trust=trust, processes=ModelProcesses(disk)),
+        api.place(RUNS, fs=fs or disk, trust=trust, processes=ModelProcesses(disk)),
         NAME,
         flat.tensors,
-        options=SaveOptions(
+        options=api.SaveOptions(
             format="safetensors", key=trust.keys, has_crc=key is None, has_manifest=has_manifest
         ),
         metadata=state_metadata(flat),

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel.mindspore.outputs import write_small_file
-from ckptmgr.store.trash import TRASH_NAME
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run
+from tests.support import api
 from tests.support.users import GROUP, USER, as_user
 
 KEYS = {"OLD": "00" * 32, "NEW": "11" * 32}
@@ -190,7 +190,7 @@ def test_folder_in_use_in_the_place_of_a_new_one_stays_of_root(tmp_path: Path) -
     secret.mkdir(mode=0o700)
     (secret / "file").touch()
     os.chown(tmp_path, USER, GROUP)
-    disk = OsFileSystem()
+    disk = api.OsFileSystem()
     with disk.hold_directory(tmp_path):
         secret.rename(tmp_path / "new")
         disk.make_directory(tmp_path / "new", mode=0o700)
@@ -200,5 +200,5 @@ def test_folder_in_use_in_the_place_of_a_new_one_stays_of_root(tmp_path: Path) -
 def test_nobody_but_root_gives_files_away(runs: Path) -> None:
     (runs / "old").touch()
     new = runs / "new"
-    as_user(lambda: OsFileSystem().create(new, mode=0o600, owner_of=runs / "old").close())
+    as_user(lambda: api.OsFileSystem().create(new, mode=0o600, owner_of=runs / "old").close())
     assert new.stat().st_uid == USER

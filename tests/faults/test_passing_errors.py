@@ -9,18 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.maintenance.prune import propose
-from ckptmgr.maintenance.prune_plan import VerifiedPlanner, counted_together
-from ckptmgr.parallel.errors import ResumeFailed
-from ckptmgr.policy.text import parse_policy
+from ckptmgr import ResumeFailed, Resumption, StoreLocked, parse_policy
+from ckptmgr.maintenance.prune_plan import RunPlanner, counted_together
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption, resume_values
+from ckptmgr.training.resume import resume_values
 from tests.faults.training import (
     KEYS,
     RUNS,
@@ -35,8 +28,10 @@ from tests.faults.training import (
 from tests.parallel.ranks import Meeting, run_ranks
 from tests.parallel.test_rank_manager import manager as rank_manager
 from tests.parallel.test_rank_manager import state as rank_state
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.policies import NOW
+from tests.support.pruning import propose
 
 ONE, TWO = name_of(1), name_of(2)
 PASSING = (
@@ -143,7 +138,7 @@ def test_error_that_stays_is_raised_and_never_leads_to_an_older_checkpoint(
 
 
 def outcome_of(run: Callable[[], int]) -> int | None:
-    """Return what a run returns, or the errno that it raised; a stale lease file is a lease that is lost."""
+    """Return the result of a run, or the errno that it raised; a stale lease file is a lease that is lost."""
     try:
         return run()
     except OSError as raised:
@@ -153,7 +148,7 @@ def outcome_of(run: Callable[[], int]) -> int | None:
 
 
 @for_each_passing
-@pytest.mark.parametrize("name", [TWO, manifest_name(TWO)], ids=["data", "manifest"])
+@pytest.mark.parametrize("name", [TWO, api.manifest_name(TWO)], ids=["data", "manifest"])
 def test_newest_that_the_disk_does_not_give_now_is_an_error_that_names_it(
     error: int, name: str
 ) -> None:
@@ -172,7 +167,7 @@ def test_newest_that_may_not_be_read_is_an_error() -> None:
         resume(FailingFile(model, errno.EACCES, TWO), model)
 
 
-@pytest.mark.parametrize("name", [TWO, manifest_name(TWO)], ids=["data", "manifest"])
+@pytest.mark.parametrize("name", [TWO, api.manifest_name(TWO)], ids=["data", "manifest"])
 def test_newest_that_the_disk_cannot_read_is_passed_over_told_and_kept(name: str) -> None:
     model = disk_with(10.0, 20.0)
     failing = FailingFile(model, errno.EIO, name)
@@ -184,7 +179,7 @@ def test_newest_that_the_disk_cannot_read_is_passed_over_told_and_kept(name: str
         for step in (3, 4, 5):
             saved(manager, step, 10.0 * step)
     names = set(model.list(RUNS))
-    assert {TWO, manifest_name(TWO), name_of(5)} <= names
+    assert {TWO, api.manifest_name(TWO), name_of(5)} <= names
     assert name_of(4) not in names
 
 
@@ -215,7 +210,7 @@ def test_stale_handle_is_opened_anew(error: int) -> None:
 @for_each_passing
 def test_newest_is_not_named_while_a_manifest_cannot_be_read(error: int) -> None:
     model = disk_with(10.0, 20.0)
-    failing = FailingFile(model, error, manifest_name(TWO))
+    failing = FailingFile(model, error, api.manifest_name(TWO))
     with Trainer(model, fs=failing).manager() as manager:
         with pytest.raises(OSError, match="injected"):
             manager.latest()
@@ -240,9 +235,9 @@ def test_rollback_does_not_go_behind_a_checkpoint_that_may_be_whole(error: int) 
 
 def resume_by_name(disk: FailingDisk, model: ModelDisk) -> int:
     """Resume as `ModelCheckpoint` does, which works on the real disk only."""
-    store = Store(RUNS, fs=disk, processes=ModelProcesses(model))
-    writer = SeriesWriter(store, "net_1", options=SaveOptions(), clock=lambda: 0.0)
-    reader = SeriesReader(store, "net_1", options=ReadOptions())
+    store = api.place(RUNS, fs=disk, processes=ModelProcesses(model))
+    writer = SeriesWriter(store, "net_1", options=api.SaveOptions(), clock=lambda: 0.0)
+    reader = SeriesReader(store, "net_1", options=api.reading())
     found = resume_values(writer, reader, prefix="net")
     writer.close()
     assert found.newest is not None
@@ -329,7 +324,7 @@ def test_file_that_the_disk_of_one_rank_cannot_read_is_told_to_all() -> None:
 def test_prune_is_refused_while_the_newest_cannot_be_read(error: int) -> None:
     model = disk_with(10.0, 20.0, 30.0)
     failing = FailingFile(model, error, name_of(3))
-    store = Store(RUNS, fs=failing, processes=ModelProcesses(model))
+    store = api.place(RUNS, fs=failing, processes=ModelProcesses(model))
     with pytest.raises(OSError, match="injected"):
         propose(store, parse_policy("last(1)"), now=NOW)
 
@@ -338,8 +333,8 @@ def test_prune_is_refused_while_the_newest_cannot_be_read(error: int) -> None:
 def test_prune_counts_what_could_not_be_read_once(error: int) -> None:
     model = disk_with(10.0, 20.0, 30.0)
     failing = FailingFile(model, error, name_of(3), is_lasting=False, times=4)
-    store = Store(RUNS, fs=failing, processes=ModelProcesses(model))
-    plans = VerifiedPlanner(store)
+    store = api.place(RUNS, fs=failing, processes=ModelProcesses(model))
+    plans = RunPlanner(store)
     (counted,) = counted_together(store.scan())
     decided = plans.plan(counted, parse_policy("last(1)"), NOW)
     assert ([c.step for c in decided.kept], plans.damaged) == ([3], {})

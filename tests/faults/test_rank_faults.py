@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import ChecksumMismatch, SaveFailed
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import FileSystem, OutputFile
+from ckptmgr import Checkpoint, ChecksumMismatch, RankFailed, SaveFailed
 from ckptmgr.maintenance.check_file import check_digests
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.store.shards import RankFiles
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (
@@ -29,6 +26,7 @@ from tests.parallel.ranks import (
     RankDisk,
     run_ranks,
 )
+from tests.support import api
 from tests.support.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash
 
 OLD, NEW = "net-1.shards", "net-2.shards"
@@ -75,10 +73,10 @@ def save_with(
 
 def listed(job: Job) -> set[str]:
     """Check that every checkpoint is whole, and return their names."""
-    unfinished = (State.LEFTOVER, State.WRITING)
+    unfinished = (api.State.LEFTOVER, api.State.WRITING)
     found = [c for c in job.store().scan() if c.state not in unfinished]
     for checkpoint in found:
-        assert checkpoint.state is State.OK, checkpoint
+        assert checkpoint.state is api.State.OK, checkpoint
         check_whole(job, checkpoint)
     return {checkpoint.name for checkpoint in found}
 
@@ -178,7 +176,7 @@ def test_failure_of_a_rank_is_the_same_error_on_all(rank: int, error: int) -> No
 
 
 def check_told(raised: BaseException | None, rank: int, error: int) -> None:
-    """Check that an error names the rank and what the disk said there."""
+    """Check that an error names the rank and the error of its disk."""
     if raised is None:
         return
     assert isinstance(raised, SaveFailed), repr(raised)
@@ -219,12 +217,12 @@ def test_rank_that_hangs_and_comes_back_does_no_harm(rank: int) -> None:
             assert NEW in listed(left)
         late |= listed(left) - seen
         check_goes_on(left)
-    # Rank 0 may come back in the middle of the commit: what it commits then is whole, and no file of it was removed.
+    # Rank 0 may come back in the middle of the commit: its commit is then whole, and no file of it was removed.
     assert late == ({NEW} if rank == 0 else set())
 
 
 def save_with_hang(job: Job, rank: int, call: int) -> tuple[list[Outcome[Checkpoint]], set[str]]:
-    """Save step 2 while a rank hangs until all others have given up; also return what was listed at that moment."""
+    """Save step 2 while a rank hangs until all others have given up; also return the listing at that moment."""
     is_over = threading.Event()
     others_left = threading.Semaphore(0)
     seen: set[str] = set()
@@ -251,9 +249,9 @@ def save_with_hang(job: Job, rank: int, call: int) -> tuple[list[Outcome[Checkpo
 
 
 def crashes_of_a_save(
-    disk_of: Callable[[ModelDisk], FileSystem],
+    disk_of: Callable[[ModelDisk], api.FileSystem],
 ) -> Iterator[tuple[Crash, set[str] | None]]:
-    """Yield every disk a power cut in a save of step 2 may leave, and what is listed there; None when not all is whole."""
+    """Yield every disk a power cut in a save of step 2 may leave, and the listing there; None when not all is whole."""
 
     def save(disk: ModelDisk) -> None:
         job = Job(disk)
@@ -285,13 +283,13 @@ class WithoutDirectorySync(FailingDisk):
 
 
 class WithoutFileSync(FailingDisk):
-    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
         file = super().create(path, mode=mode, owner_of=owner_of)
         return file if path.name.endswith(".lease") else Unsynced(file)
 
 
 class Unsynced:
-    def __init__(self, file: OutputFile) -> None:
+    def __init__(self, file: api.OutputFile) -> None:
         self.reserve, self.write_at, self.close = file.reserve, file.write_at, file.close
 
     def sync(self) -> None:
@@ -299,6 +297,8 @@ class Unsynced:
 
 
 @pytest.mark.parametrize("disk_of", [WithoutDirectorySync, WithoutFileSync])
-def test_ranks_that_do_not_sync_are_found_out(disk_of: Callable[[ModelDisk], FileSystem]) -> None:
+def test_ranks_that_do_not_sync_are_found_out(
+    disk_of: Callable[[ModelDisk], api.FileSystem],
+) -> None:
     crashes = crashes_of_a_save(disk_of)
     assert not all(is_sound(crash, there) for crash, there in crashes)

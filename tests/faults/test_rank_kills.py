@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real processes, a real disk, SIGKILL: the ranks that are left learn what the storage knows."""
+"""Real processes, a real disk, SIGKILL: the remaining ranks learn the state of the storage."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.shards import RankFiles
-from ckptmgr.store.store import Store
 from tests.faults.killed_rank import Part, run_parts
+from tests.support import api
 
 WORLD = 3
 pytestmark = pytest.mark.slow
@@ -33,9 +31,9 @@ def run_with_kill(directory: Path, rank: int, operation: str | None) -> list[str
 
 def test_ranks_that_live_save(tmp_path: Path) -> None:
     assert run_with_kill(tmp_path / "run", 0, None) == ["saved"] * WORLD
-    store = Store(tmp_path / "run")
+    store = api.place(tmp_path / "run")
     (checkpoint,) = store.scan()
-    assert verify_checkpoint(store, checkpoint).status is Status.OK
+    assert api.verify(store, checkpoint).status is api.Status.OK
 
 
 @pytest.mark.parametrize(
@@ -47,20 +45,20 @@ def test_rank_killed_before_the_commit_is_named_and_nothing_is_listed(
     printed = run_with_kill(tmp_path / "run", rank, operation)
     for one, line in enumerate(printed):
         assert one == rank or f"rank {rank} did not come" in line
-    found = Store(tmp_path / "run", clock=lambda: 0.0).scan()
-    assert {c.state for c in found} == {State.LEFTOVER}
-    removed = RankFiles(Store(tmp_path / "run", clock=lambda: 1e12)).recover("net")
+    found = api.listed(tmp_path / "run", clock=lambda: 0.0)
+    assert {c.state for c in found} == {api.State.LEFTOVER}
+    removed = RankFiles(api.place(tmp_path / "run", clock=lambda: 1e12)).recover("net")
     # Rank 0 died right before the commit: whole files stay, as if only their manifest was lost.
     whole = 3 if operation == "link" else 0
     assert len(removed) == len(found) - whole
-    assert len(Store(tmp_path / "run").scan()) == whole
+    assert len(api.listed(tmp_path / "run")) == whole
 
 
 def test_rank_0_killed_after_the_commit_has_committed(tmp_path: Path) -> None:
     # After the link rank 0 removes the temporary name.
     assert run_with_kill(tmp_path / "run", 0, "unlink") == ["", "saved", "saved"]
-    store = Store(tmp_path / "run")
+    store = api.place(tmp_path / "run")
     store.recover("net")
     (checkpoint,) = store.scan()
-    assert checkpoint.state is State.OK
-    assert verify_checkpoint(store, checkpoint).status is Status.OK
+    assert checkpoint.state is api.State.OK
+    assert api.verify(store, checkpoint).status is api.Status.OK

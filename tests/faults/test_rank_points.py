@@ -11,12 +11,10 @@ from functools import cache
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, RankFailed, SaveFailed
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob
+from ckptmgr.files.save.job import FixedName, SaveJob
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted
 from tests.parallel.ranks import (
@@ -30,6 +28,7 @@ from tests.parallel.ranks import (
     run_ranks,
     state_of,
 )
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 
 WORLD = 2
@@ -70,7 +69,7 @@ class Trial:
     """A job that has saved step 1, and saves step 2 while something happens to a rank.
 
     Attributes:
-        seen: What was listed when the other ranks had given up the one that hangs.
+        seen: The listing when the other ranks had given up the one that hangs.
     """
 
     def __init__(self, point: Point) -> None:
@@ -120,7 +119,7 @@ class Trial:
         writer = self.job.writer(rank, self.disks[rank], seat=seat)
         items = [*tree.flatten(state_of(rank, 2)).tensors]
 
-        job = SaveJob(naming=FixedName(NEW), facts=SaveFacts(step=2), items=items)
+        job = SaveJob(naming=FixedName(NEW), facts=api.SaveFacts(step=2), items=items)
         engine = SaveEngine("thread" if self.point.is_in_background else "sync", has_peers=True)
         try:
             handle = engine.run(job, writer)

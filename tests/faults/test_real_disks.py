@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CkptmgrError
 from tests.faults.photographs import KINDS, Disks, Unavailable, copy, photographs
 from tests.faults.straced import ROOT, Call, changes, straced
 from tests.faults.works import WORKS, each_saver, each_work, prepare_second, without_sync
@@ -77,7 +77,7 @@ class Lab:
     empty: Path
 
     def prepared(self, prepare: Callable[[Path], None]) -> Path:
-        """Return an image on which what a function writes is durable."""
+        """Return an image on which all writes of a function are durable."""
         image = copy(self.empty, self.disks.folder / "base.img")
         with self.disks.mounted(image) as disk:
             prepare(

@@ -6,16 +6,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr import Checkpoint, CheckpointConfig
 from ckptmgr.maintenance.recompress import recompress
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, ModelProcesses
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.support.runs import manager_on
 
@@ -34,26 +29,27 @@ def saved_disk(key: bytes | None) -> ModelDisk:
     return disk
 
 
-def store_on(disk: ModelDisk, key: bytes | None) -> Store:
-    return Store(
+def store_on(disk: ModelDisk, key: bytes | None) -> api.Place:
+    return api.place(
         RUNS,
         fs=disk,
-        trust=Trust(keys=secret_of(key), allow_unencrypted=True),
+        keys=secret_of(key),
+        allow_unencrypted=True,
         processes=ModelProcesses(disk),
     )
 
 
-def secret_of(key: bytes | None) -> Key | None:
-    return None if key is None else Key(key)
+def secret_of(key: bytes | None) -> api.Key | None:
+    return None if key is None else api.Key(key)
 
 
-def whole_ones(store: Store, step: int) -> list[Checkpoint]:
-    return [c for c in store.scan() if c.step == step and c.state is State.OK]
+def whole_ones(store: api.Place, step: int) -> list[Checkpoint]:
+    return [c for c in store.scan() if c.step == step and c.state is api.State.OK]
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 def test_conversion_keeps_its_promises_after_every_power_cut(key: bytes | None) -> None:
-    options = ReadOptions(trust=Trust(keys=secret_of(key)))
+    options = api.reading(keys=secret_of(key))
 
     def convert(disk: ModelDisk) -> None:
         store = store_on(disk, key)
@@ -63,11 +59,9 @@ def test_conversion_keeps_its_promises_after_every_power_cut(key: bytes | None) 
     def check(crash: Crash) -> None:
         store = store_on(crash.disk, key)
         for step in (1, 2):
-            answers = [
-                verify_checkpoint(store, c, options=options) for c in whole_ones(store, step)
-            ]
+            answers = [api.verify(store, c, options=options) for c in whole_ones(store, step)]
             assert answers
-            assert {answer.status for answer in answers} == {Status.OK}
+            assert {answer.status for answer in answers} == {api.Status.OK}
         convert(crash.disk)
         (left,) = whole_ones(store, 1)
         assert left.size_bytes < whole_ones(store, 2)[0].size_bytes

@@ -7,17 +7,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import Checkpoint, CkptmgrError, KeyProblem, UnsafeWrite
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyRing
-from ckptmgr.io.filesystem import FileSystem, OutputFile
 from ckptmgr.maintenance.rekey import Action, RekeyPlan, open_for_rekeying, reencrypt_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, ModelProcesses
+from tests.support import api
 from tests.support.crashmodel import (
     Crash,
     FailingDisk,
@@ -63,9 +59,9 @@ def rotate(disk: ModelDisk) -> None:
 
 
 def only(disk: ModelDisk) -> Checkpoint:
-    unfinished = (State.LEFTOVER, State.WRITING)
-    (found,) = [one for one in Store(RUNS, fs=disk).scan() if one.state not in unfinished]
-    assert found.state is State.OK, found
+    unfinished = (api.State.LEFTOVER, api.State.WRITING)
+    (found,) = [one for one in api.listed(RUNS, fs=disk) if one.state not in unfinished]
+    assert found.state is api.State.OK, found
     return found
 
 
@@ -183,10 +179,10 @@ def test_reencryption_to_a_public_key_is_finished_after_every_power_cut() -> Non
         assert run(again).action is Action.NOTHING
 
 
-def known(disk: ModelDisk, keys: KeyRing) -> Key | None:
+def known(disk: ModelDisk, keys: KeyRing) -> api.Key | None:
     """Return the key of the manifest, if these keys open it."""
     try:
-        read = Store(RUNS, fs=disk, trust=Trust(keys=keys)).read_manifest(only(disk).name)
+        read = api.place(RUNS, fs=disk, keys=keys).read_manifest(only(disk).name)
     except CkptmgrError:
         return None
     return None if read is None or read.auth is None else read.auth.key
@@ -233,7 +229,7 @@ def test_reencryption_that_was_cut_and_then_rekeyed_is_not_done_under_a_key_that
 
 
 class _Unsynced:
-    def __init__(self, file: OutputFile) -> None:
+    def __init__(self, file: api.OutputFile) -> None:
         self.reserve, self.write_at, self.close = file.reserve, file.write_at, file.close
 
     def sync(self) -> None:
@@ -241,7 +237,7 @@ class _Unsynced:
 
 
 class WithoutHeaderSync(FailingDisk):
-    def change(self, path: object) -> OutputFile:
+    def change(self, path: object) -> api.OutputFile:
         return _Unsynced(super().change(path))  # type: ignore[arg-type]
 
 
@@ -253,7 +249,7 @@ class WithoutDirectorySync(FailingDisk):
 @pytest.mark.slow
 @pytest.mark.parametrize("forgetful", [WithoutHeaderSync, WithoutDirectorySync])
 def test_rekeying_that_does_not_sync_is_found_out(
-    forgetful: Callable[[ModelDisk], FileSystem],
+    forgetful: Callable[[ModelDisk], api.FileSystem],
 ) -> None:
     disk = disk_of("container")
 

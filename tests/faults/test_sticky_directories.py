@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user may do who can add files to a sticky directory, but not remove those of others."""
+"""Rights of a user who can add files to a sticky directory, but not remove those of others."""
 
 from __future__ import annotations
 
@@ -16,15 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state
-from ckptmgr.core.model import State
+from ckptmgr import CheckpointConfig, CheckpointManager, Resumption, load_state
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.parallel import SharedDirectory
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
 from tests.cli.running import run
 from tests.remote.buckets import new_url
+from tests.support import api
 from tests.support.planted import dead_token, describing, plant, plant_temp
 from tests.support.saved import KEY
 from tests.support.users import GROUP, USER, as_user
@@ -66,7 +63,7 @@ def user_trains(runs: Path, *steps: int) -> None:
 
 
 def own_steps(runs: Path) -> list[int]:
-    return sorted(one.step for one in Store(runs).scan() if one.state is State.OK)
+    return sorted(one.step for one in api.listed(runs) if one.state is api.State.OK)
 
 
 def content_of(runs: Path, step: int) -> bytes:
@@ -150,8 +147,8 @@ def test_bare_file_of_a_stranger_decides_nothing(shared: Path) -> None:
     bare = shared / "net-9_1.ckpt"
     bare.write_bytes(content)
     os.chown(bare, STRANGER, -1)
-    (found,) = [one for one in Store(shared).scan() if one.name == bare.name]
-    assert (found.state, found.is_countable) == (State.OTHER_OWNER, False)
+    (found,) = [one for one in api.listed(shared) if one.name == bare.name]
+    assert (found.state, found.is_countable) == (api.State.OTHER_OWNER, False)
 
 
 def test_manifest_of_a_stranger_that_nobody_may_read_keeps_no_run_from_its_own(
@@ -159,7 +156,7 @@ def test_manifest_of_a_stranger_that_nobody_may_read_keeps_no_run_from_its_own(
 ) -> None:
     user_trains(shared, 1)
     plant_copies(shared, 100)
-    (shared / manifest_name("net-100.ckpt")).chmod(0o000)
+    (shared / api.manifest_name("net-100.ckpt")).chmod(0o000)
     assert as_user(lambda: [train(shared).step]) == [1]
 
 
@@ -206,8 +203,8 @@ def test_number_of_a_stranger_does_not_end_the_saves_of_a_run(shared: Path) -> N
     user_trains(shared, 1)
     content = content_of(shared, 1)
     huge = replace(describing(shared, "net-100.ckpt", content), sequence=(1 << 64) - 1)
-    path = shared / manifest_name("net-100.ckpt")
-    path.write_bytes(encode(huge))
+    path = shared / api.manifest_name("net-100.ckpt")
+    path.write_bytes(api.encode_manifest(huge))
     (shared / "net-100.ckpt").write_bytes(content)
     for one in (path, shared / "net-100.ckpt"):
         os.chown(one, STRANGER, -1)
@@ -246,7 +243,7 @@ def test_what_a_stranger_adds_removes_nothing_of_others(shared: Path) -> None:
         content = content_of(runs, 1)
         for pattern, step, part in planted:
             name = pattern.format(step)
-            if (runs / name).exists() or (runs / manifest_name(name)).exists():
+            if (runs / name).exists() or (runs / api.manifest_name(name)).exists():
                 continue
             if part == "temporary":
                 os.chown(plant_temp(runs, name, content), STRANGER, -1)
@@ -316,7 +313,7 @@ def test_temporary_file_of_a_stranger_ends_no_manifest_whose_data_is_missing(sha
     os.chown(temp, STRANGER, -1)
     found: Any = as_user(lambda: [train(shared).doubt])
     assert "net-2.ckpt" in found[0]
-    assert (shared / manifest_name("net-2.ckpt")).exists()
+    assert (shared / api.manifest_name("net-2.ckpt")).exists()
 
 
 def test_trash_of_a_stranger_hides_no_missing_data(shared: Path) -> None:
@@ -325,8 +322,8 @@ def test_trash_of_a_stranger_hides_no_missing_data(shared: Path) -> None:
     trash = shared / ".ckptmgr-trash"
     trash.mkdir()
     os.chown(trash, STRANGER, -1)
-    states = {one.step: one.state for one in Store(shared).scan()}
-    assert states == {1: State.OK, 2: State.MISSING}
+    states = {one.step: one.state for one in api.listed(shared)}
+    assert states == {1: api.State.OK, 2: api.State.MISSING}
 
 
 def test_checkpoints_of_other_tools_of_a_stranger_take_no_place(shared: Path) -> None:
@@ -375,7 +372,7 @@ def test_doctor_names_the_checkpoint_that_a_resume_takes(shared: Path) -> None:
 def test_undo_passes_over_a_name_that_a_stranger_took(shared: Path) -> None:
     user_trains(shared, 1, 2, 3)
     assert run("prune", shared, "--keep", "last(1)", "--yes").exit_code == 0
-    taken = shared / manifest_name("net-2.ckpt")
+    taken = shared / api.manifest_name("net-2.ckpt")
     taken.write_text("{}")
     os.chown(taken, STRANGER, -1)
     run("prune", shared, "--undo")
@@ -387,7 +384,7 @@ def test_beginning_of_a_download_that_a_stranger_put_there_is_refused(shared: Pa
     train(elsewhere, 1)
     url = new_url()
     assert run("copy", elsewhere, url).exit_code == 0
-    manifest = Store(elsewhere).read_manifest("net-1.ckpt")
+    manifest = api.place(elsewhere).read_manifest("net-1.ckpt")
     assert manifest is not None
     part = shared / f".{manifest.id[:32]}.{manifest.file.digest.total.hex()[:8]}.part"
     part.write_bytes((elsewhere / "net-1.ckpt").read_bytes())

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from ckptmgr.core.model import State
 from tests.faults.scenarios import (
     NEXT_SAVE,
     ONE,
@@ -31,6 +30,7 @@ from tests.faults.training import (
     disk_with,
     value_of,
 )
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
@@ -133,7 +133,7 @@ def test_save_beside_a_manifest_whose_data_is_missing_is_absent_or_whole() -> No
 
     def check(crash: Crash) -> None:
         with Trainer(crash.disk).manager() as manager:
-            listed = [one for one in manager.checkpoints() if one.state is State.OK]
+            listed = [one for one in manager.checkpoints() if one.state is api.State.OK]
             assert {value_of(manager.load(one)) for one in listed} <= {10.0, 21.0}
 
     disk = disk_with(10.0, 20.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs, power cuts, full disks, deaths, damage and rollbacks in any order; what was promised must hold after each."""
+"""Runs, power cuts, full disks, deaths, damage and rollbacks in any order; promises must hold after each."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr import Resume
-from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr import (
+    Checkpoint,
+    CheckpointManager,
+    Resume,
+    Resumption,
+    StoreLocked,
+    UnprovenCheckpoint,
+)
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
 from tests.support.damage import flip_bit, manifest_of, truncate
 
@@ -26,7 +30,7 @@ orders = st.sampled_from(Order)
 
 @dataclass
 class Known:
-    """What the machine knows about the directory.
+    """Knowledge of the machine about the directory.
 
     Attributes:
         intact: Name to value of the checkpoints that were promised, oldest commit first.
@@ -144,7 +148,7 @@ class Training(RuleBasedStateMachine):
 
     def listed(self) -> dict[str, Checkpoint]:
         found = self.trainer().store().scan()
-        unfinished = (State.LEFTOVER, State.WRITING, State.MISSING)
+        unfinished = (api.State.LEFTOVER, api.State.WRITING, api.State.MISSING)
         return {c.name: c for c in found if c.state not in unfinished}
 
     @precondition(lambda self: self.run is not None)
@@ -156,7 +160,7 @@ class Training(RuleBasedStateMachine):
         is_promised = self.is_saved_before_cut(self.run, forward, after)
         self.cut(order, which)
         self.found_after_fault(self.run, is_promised=is_promised)
-        self.known.undurable.clear()  # what is there after a power cut stays
+        self.known.undurable.clear()  # content that survived a power cut stays
         self.run = None
 
     @precondition(lambda self: self.run is not None)
@@ -298,7 +302,7 @@ class Training(RuleBasedStateMachine):
     def what_was_promised_is_listed_and_loads(self) -> None:
         listed = self.listed()
         for name in self.known.intact:
-            assert listed[name].state is State.OK, listed[name]
+            assert listed[name].state is api.State.OK, listed[name]
         assert set(listed) <= self.known.intact.keys() | self.known.unusable
         manager = self.trainer().manager()
         for name, value in self.known.intact.items():

@@ -93,7 +93,7 @@ class Bench:
         raise AssertionError(f"{fault} did not meet {call}, but {met}")
 
     def check(self, *, is_acknowledged: bool) -> None:
-        """Check what is there, and finish the work."""
+        """Check the content, and finish the work."""
         WORKS[self.name].check(self.disk, is_acknowledged)
 
 
@@ -118,7 +118,7 @@ def _bench(name: str) -> Bench:
         assert done.returncode == 0, done.output
         found = changes(done.log, bench.disk)
         calls.extend(call for call in found if not call.is_shared)
-        # Two threads of a worker process sync: one what it saves, the other one what retention removes.
+        # Two threads of a worker process sync: one its save, the other one the removals of retention.
         assert not is_offset or {call.kind for call in found if call.is_shared} <= {"sync"}
     bench.check(is_acknowledged=True)
     return bench
@@ -189,7 +189,7 @@ def test_write_that_the_kernel_only_claims_is_refused_or_found(bench: Bench) -> 
 
 
 def is_found_damaged(disk: Path) -> bool:
-    """Return whether `verify` names damage in what a work wrote, plain or encrypted."""
+    """Return whether `verify` names damage in the files of a work, plain or encrypted."""
     places = [disk / name for name in ("out/hub", "out", "run")]
     directory = next(one for one in places if one.exists())
     keys = [key for name in (OLD_KEY, NEW_KEY) if (key := disk / name).exists()]

@@ -13,12 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from tests.faults import traffic
+from tests.support import api
 
 PROGRAMS = (traffic.train, traffic.prune, traffic.verify, traffic.overwrite)
 KILLS = 12
@@ -55,7 +52,7 @@ def name_of(step: str) -> str:
 
 
 def noted(journal: Sequence[str], what: str) -> list[str]:
-    """Return what the lines of one kind say, in their order."""
+    """Return the texts of the lines of one kind, in their order."""
     return [line.partition(" ")[2] for line in journal if line.startswith(f"{what} ")]
 
 
@@ -92,8 +89,8 @@ def test_programs_that_share_a_directory_and_are_killed_lose_nothing(
     saved, overwritten = noted(journal, "saved"), set(noted(journal, "overwriting"))
     assert saved
     assert overwritten
-    store = Store(directory)
-    whole = {c.name for c in store.scan() if verify_checkpoint(store, c).status is Status.OK}
+    store = api.place(directory)
+    whole = {c.name for c in store.scan() if api.verify(store, c).status is api.Status.OK}
     data = {path.name for path in directory.glob("*.ckpt")}
     assert data <= whole
     newest = name_of(saved[-1])
@@ -113,8 +110,8 @@ def test_next_save_of_anybody_collects_what_killed_programs_left(fast_path: Path
     save_checkpoint(traffic.state(0.0), directory / "net-0.ckpt")
     found = {path.name for path in directory.iterdir() if path.is_file()}
     data = {name for name in found if name.endswith(".ckpt")}
-    manifests = {manifest_name(name) for name in data}
-    alone = {c.name for c in Store(directory).scan() if c.name not in data}
-    assert found - {manifest_name(name) for name in alone} == data | manifests
+    manifests = {api.manifest_name(name) for name in data}
+    alone = {c.name for c in api.listed(directory) if c.name not in data}
+    assert found - {api.manifest_name(name) for name in alone} == data | manifests
     with CheckpointManager(directory, prefix="net") as manager:
         assert manager.resume().skipped == ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that share one directory until they are killed: a run, a prune, a verify and a `save_checkpoint` over old names.
 
-They note what they do, in the order in which it happens, in one file, `journal`:
+They note their acts, in the order in which they happen, in one file, `journal`:
 
 | line | written |
 |---|---|
@@ -21,15 +21,17 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
-from ckptmgr.core.model import State
-from ckptmgr.files.serialization import save_checkpoint
-from ckptmgr.maintenance.prune import carry_out, propose
-from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    StoreLocked,
+    parse_policy,
+    save_checkpoint,
+)
+from ckptmgr.maintenance.verify import was_removed
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 
 OVERWRITTEN = -1.0
 
@@ -41,7 +43,7 @@ def note(path: Path, line: str) -> None:
 
 
 def state(value: float) -> dict[str, np.ndarray]:
-    """Return what is saved."""
+    """Return the state to save."""
     return {"w": np.full(2000, value, np.float32)}
 
 
@@ -59,7 +61,7 @@ def train(directory: Path, notes: Path, seed: int) -> None:
 
 def prune(directory: Path, notes: Path, seed: int) -> None:
     """Prune to two, into the trash and for good, and empty the trash."""
-    rng, store = random.Random(seed), Store(directory)
+    rng, store = random.Random(seed), api.place(directory)
     while True:
         now = datetime.now(UTC)
         proposal = propose(store, parse_policy("last(2)"), now=now, grace=timedelta(0))
@@ -71,14 +73,14 @@ def prune(directory: Path, notes: Path, seed: int) -> None:
 
 
 def verify(directory: Path, notes: Path, seed: int) -> None:
-    """Note what is damaged."""
-    store = Store(directory)
+    """Note damaged checkpoints."""
+    store = api.place(directory)
     while True:
         for checkpoint in store.scan():
-            if checkpoint.state in (State.LEFTOVER, State.WRITING):
+            if checkpoint.state in (api.State.LEFTOVER, api.State.WRITING):
                 continue
-            answer = verify_checkpoint(store, checkpoint)
-            if answer.status is not Status.OK and not was_removed(store, answer):
+            answer = api.verify(store, checkpoint)
+            if answer.status is not api.Status.OK and not was_removed(store, answer):
                 note(notes / "damaged", f"{checkpoint.name}: {answer.problems}")
 
 

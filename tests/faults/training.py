@@ -10,18 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
-from ckptmgr.io.filesystem import FileSystem
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Resumption
 from ckptmgr.observe.observers import Observer
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.runs import manager_on
 
@@ -62,7 +55,7 @@ class Trainer:
     """
 
     disk: ModelDisk
-    fs: FileSystem | None = None
+    fs: api.FileSystem | None = None
     key: bytes | None = None
     keep: str = "all"
     times: Iterator[int] = field(default_factory=lambda: itertools.count(1_700_000_000, 60))
@@ -79,30 +72,31 @@ class Trainer:
             observe=observe,
         )
 
-    def store(self) -> Store:
+    def store(self) -> api.Place:
         """Return the store of the run directory."""
-        key = None if self.key is None else Key(self.key)
-        return Store(
+        key = None if self.key is None else api.Key(self.key)
+        return api.place(
             RUNS,
             fs=self.fs or self.disk,
-            trust=Trust(keys=key, allow_unencrypted=not (key is not None)),
+            keys=key,
+            allow_unencrypted=not (key is not None),
             processes=ModelProcesses(self.disk),
         )
 
     def overwrite(self, name: str, value: float, *, step: int = 1) -> None:
         """Save under a name that may be taken, as the callback does."""
-        key = None if self.key is None else Key(self.key)
+        key = None if self.key is None else api.Key(self.key)
         writer = SeriesWriter(
             self.store(),
             SERIES,
-            options=SaveOptions(key=key),
+            options=api.SaveOptions(key=key),
             clock=lambda: float(next(self.times)),
             run_id="run",
         )
         try:
             flat = tree.flatten(state_of(value))
             metadata = {**flat.aliases, "ckptmgr.tree": flat.skeleton}
-            writer.save(name, [*flat.tensors], SaveFacts(step=step), metadata=metadata)
+            writer.save(name, [*flat.tensors], api.SaveFacts(step=step), metadata=metadata)
         finally:
             writer.close()
 
@@ -151,7 +145,7 @@ def check_after_fault(
     key: bytes | None = None,
     keep: str = "all",
 ) -> None:
-    """Check that what was promised is there and loads, that nothing else is listed, and that a run can go on.
+    """Check that promised checkpoints are there and load, that nothing else is listed, and that a run can go on.
 
     Args:
         disk: After the fault, as a new process finds it.
@@ -176,10 +170,12 @@ def check_after_fault(
 
 
 def check_listing(found: list[Checkpoint], *, must: Content, allowed: Content) -> None:
-    """Check that what is listed as whole is at least what must and at most what may be there."""
-    listed = {c.name for c in found if c.state is not State.LEFTOVER}
-    assert all(c.state in (State.OK, State.LEFTOVER, State.UNVERIFIED) for c in found), found
-    assert {c.name for c in found if c.state is State.UNVERIFIED} <= {
+    """Check that the whole checkpoints in the listing are at least those that must and at most those that may be there."""
+    listed = {c.name for c in found if c.state is not api.State.LEFTOVER}
+    assert all(
+        c.state in (api.State.OK, api.State.LEFTOVER, api.State.UNVERIFIED) for c in found
+    ), found
+    assert {c.name for c in found if c.state is api.State.UNVERIFIED} <= {
         name for name in allowed if is_bare(name)
     }
     assert set(must) <= listed <= set(allowed)

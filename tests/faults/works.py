@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the strace and root lanes interfere with: saves in each mode and commands, each with what must hold afterwards.
+"""Works that the strace and root lanes disturb: saves in each mode and commands, each with its conditions afterwards.
 
-A work finds a disk that `prepare` has filled. `check` looks at what a fault left, given whether the work was
+A work finds a disk that `prepare` has filled. `check` looks at the state after a fault, given whether the work was
 acknowledged, and then does the work again, undisturbed, which must finish it.
 """
 
@@ -18,15 +18,11 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem
-from ckptmgr.core.model import State
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.maintenance.export import export_weights
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, KeyProblem, export_weights, load_checkpoint
 from tests.cli.running import run
 from tests.faults.straced import Call, python
 from tests.faults.training import SERIES, state_of, value_of
+from tests.support import api
 
 OLD_KEY, NEW_KEY = "old.key", "new.key"
 _NO_CHECKPOINT = 10
@@ -62,14 +58,14 @@ def temporaries(disk: Path) -> list[str]:
 
 
 def check_directory(directory: Path, *, must: set[int], may: set[int]) -> None:
-    """Check with a fresh start that what must be there loads, and that nothing else is listed; then go on."""
+    """Check with a fresh start that all that must be there loads, and that nothing else is listed; then go on."""
     with CheckpointManager(directory, prefix=SERIES) as manager:
         latest = manager.latest()
         resumption = manager.resume()
         found = {checkpoint.step: checkpoint for checkpoint in manager.checkpoints()}
         assert must <= set(found) <= must | may
         for step, checkpoint in found.items():
-            assert checkpoint.state is State.OK
+            assert checkpoint.state is api.State.OK
             assert value_of(manager.load(checkpoint)) == 10.0 * step
         assert resumption.step == max(found, default=0)
         assert (0 if latest is None else latest.step) == resumption.step
@@ -137,7 +133,7 @@ def prepare_second(disk: Path) -> None:
 
 
 def commit_of(calls: list[Call]) -> int:
-    """Return the index of the call that publishes what a saver saves."""
+    """Return the index of the call that publishes the checkpoint of a saver."""
     return next(n for n, c in enumerate(calls) if c.line.endswith('net-3.ckpt") = 0'))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An atomic writer with its steps to leave out: what the fault harness must pass and must catch."""
+"""An atomic writer with its steps to leave out: the fault harness must pass and catch them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLD, NEW = b"old " * 100, b"new " * 200
 
 
 class Mistake(enum.Enum):
-    """What is wrong with the writer."""
+    """The fault of the writer."""
 
     NONE = enum.auto()
     NO_FILE_SYNC = enum.auto()

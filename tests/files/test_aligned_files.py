@@ -15,13 +15,14 @@ import safetensors.numpy
 from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
+    ChecksumMismatch,
+    CkptmgrError,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.io.files import CachedFile
 

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem
-from ckptmgr.files.open_checkpoint import open_checkpoint
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.files.state_file import load_state, save_state
-from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr import (
+    CorruptCheckpoint,
+    KeyProblem,
+    load_checkpoint,
+    load_state,
+    open_checkpoint,
+    save_state,
+)
 from tests.cli.running import run
+from tests.support import api
 from tests.support.cut_overwrites import NAME, WRITERS, fail
 from tests.support.rekeying import OLD
 from tests.support.saved import flip
@@ -24,7 +28,7 @@ def bare(directory: Path, enc_key: bytes | None = OLD.raw) -> Path:
     """Return a sealed file, or a plain one, whose manifest was lost, e.g. by a copy."""
     path = directory / NAME
     save_state({"w": np.arange(4.0)}, path, enc_key=enc_key)
-    (directory / manifest_name(NAME)).unlink()
+    (directory / api.manifest_name(NAME)).unlink()
     return path
 
 
@@ -34,7 +38,7 @@ def test_sealed_file_without_manifest_opens_after_a_power_cut_in_a_save_over_it(
 ) -> None:
     path = bare(tmp_path)
     fail(tmp_path, writer, is_power_cut=True)
-    assert (tmp_path / manifest_name(NAME)).exists()
+    assert (tmp_path / api.manifest_name(NAME)).exists()
     state: Any = load_state(path, dec_key=OLD.raw)
     loaded = load_checkpoint(path, dec_key=OLD.raw)
     with open_checkpoint(path, dec_key=OLD.raw) as opened:

@@ -9,36 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
     UnsafeWrite,
+    load_checkpoint,
+    open_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.rekeying import ring
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, overwrite, save_run
 
-READING = ReadOptions(trust=Trust(keys=KEY))
+READING = api.reading(keys=KEY)
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 KEY_RINGS: dict[str, Keys] = {
     "key": KEY,
@@ -51,7 +46,7 @@ def container(
     tmp_path: Path, *, key: Keys = KEY, mode: str = "AES-GCM", has_crc: bool = True
 ) -> Checkpoint:
     """Return the container of a small `.ckpt`, alone in its directory."""
-    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=has_crc))
+    (plain,) = save_run(tmp_path / "plain", [10], options=api.SaveOptions(has_crc=has_crc))
     (tmp_path / "runs").mkdir()
     target = tmp_path / "runs" / f"{plain.name}.ckpe"
     return convert.encrypt_file(plain, target, key=key, mode=mode).target
@@ -69,15 +64,15 @@ def test_container_loads_verifies_and_gives_the_same_file(
 ) -> None:
     file = container(tmp_path, mode=mode, has_crc=has_crc)
     assert (file.name, file.format, file.cipher) == ("net-1_10.ckpt.ckpe", "ckpt", mode)
-    store = Store(file.path.parent, trust=Trust(keys=KEY))
+    store = api.place(file.path.parent, keys=KEY)
     listed = only(store)
     assert (listed.series, listed.step, listed.format) == ("net", 10, "ckpt")
     values = load_checkpoint(file.path, dec_key=KEY.raw, dec_mode=mode, crc_check=has_crc)
     assert values["net"] == "lenet"
-    for level in Level:
-        answer = verify_checkpoint(store, listed, level=level, options=READING)
-        assert (answer.status, answer.unchecked) == (Status.OK, ())
-        assert ("CRC32" in answer.checked) == (has_crc and level is not Level.QUICK)
+    for level in api.Level:
+        answer = api.verify(store, listed, level=level, options=READING)
+        assert (answer.status, answer.unchecked) == (api.Status.OK, ())
+        assert ("CRC32" in answer.checked) == (has_crc and level is not api.Level.QUICK)
     out = convert.decrypt_file(file.path, tmp_path / "out.ckpt", options=READING).target
     assert out.path.read_bytes() == plain_file(tmp_path).read_bytes()
 
@@ -85,9 +80,9 @@ def test_container_loads_verifies_and_gives_the_same_file(
 @pytest.mark.parametrize("keys", KEY_RINGS.values(), ids=KEY_RINGS)
 def test_container_opens_with_all_its_keys(tmp_path: Path, keys: Keys) -> None:
     file = container(tmp_path, key=keys)
-    store = Store(file.path.parent, trust=Trust(keys=keys))
-    answer = verify_checkpoint(store, only(store), options=ReadOptions(trust=Trust(keys=keys)))
-    assert answer.status is Status.OK
+    store = api.place(file.path.parent, keys=keys)
+    answer = api.verify(store, only(store), keys=keys)
+    assert answer.status is api.Status.OK
 
 
 @pytest.mark.parametrize("name", ["ckpt_all_dtypes.ckpt", "slices_sync_crc.ckpt"])
@@ -131,8 +126,8 @@ def test_one_tensor_costs_its_own_segments_and_those_of_the_descriptions(tmp_pat
 
 @pytest.mark.parametrize("offset", [60, -1], ids=["content", "crc"])
 def test_damaged_input_is_never_sealed(tmp_path: Path, offset: int) -> None:
-    (source,) = save_run(tmp_path, [10], options=SaveOptions(has_crc=True))
-    (tmp_path / manifest_name(source.name)).unlink()
+    (source,) = save_run(tmp_path, [10], options=api.SaveOptions(has_crc=True))
+    (tmp_path / api.manifest_name(source.name)).unlink()
     flip(source, offset)
     before = set(tmp_path.iterdir())
     with pytest.raises(CorruptCheckpoint):
@@ -176,7 +171,7 @@ def test_pipe_is_a_container_where_nothing_else_will_do(
     piped = tmp_path / "piped.ckpt.ckpe"
     chunks = convert.encrypted_chunks(plain, key=KEY_RINGS[keys], mode=mode)
     piped.write_bytes(b"".join(map(bytes, chunks)))
-    options = ReadOptions(trust=Trust(keys=KEY_RINGS[keys]))
+    options = api.reading(keys=KEY_RINGS[keys])
     out = convert.decrypt_file(piped, tmp_path / "out.ckpt", options=options).target.path
     assert out.read_bytes() == plain.read_bytes()
 
@@ -195,15 +190,15 @@ def test_safetensors_in_another_name_than_a_container_is_refused(tmp_path: Path)
         convert.encrypt_file(source, tmp_path / "x.ckpt", key=KEY)
 
 
-@pytest.mark.parametrize("level", Level)
-def test_record_file_in_place_of_a_container_is_damage(tmp_path: Path, level: Level) -> None:
+@pytest.mark.parametrize("level", api.Level)
+def test_record_file_in_place_of_a_container_is_damage(tmp_path: Path, level: api.Level) -> None:
     file = container(tmp_path)
     sealed = convert.encrypt_file(plain_file(tmp_path), tmp_path / "s.ckpt", key=KEY).target
     data = sealed.path.read_bytes()
     overwrite(file.path, data.ljust(file.size_bytes, b"\0")[: file.size_bytes])
-    store = Store(file.path.parent, trust=Trust(keys=KEY, allow_unencrypted=True))
-    assert verify_checkpoint(store, only(store), level=level, options=READING).status is (
-        Status.DAMAGED
+    store = api.place(file.path.parent, keys=KEY, allow_unencrypted=True)
+    assert api.verify(store, only(store), level=level, options=READING).status is (
+        api.Status.DAMAGED
     )
     with pytest.raises(TamperedCheckpoint, match="mindspore-encrypted"):
         load_checkpoint(file.path, dec_key=KEY.raw)
@@ -212,9 +207,7 @@ def test_record_file_in_place_of_a_container_is_damage(tmp_path: Path, level: Le
 def test_container_in_place_of_a_record_file_is_damage(tmp_path: Path) -> None:
     container(tmp_path)
     path = convert.encrypt_file(plain_file(tmp_path), tmp_path / "s.ckpt", key=KEY).target.path
-    records = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True)).read_manifest(
-        path.name
-    )
+    records = api.place(tmp_path, keys=KEY, allow_unencrypted=True).read_manifest(path.name)
     check_kind(Kind.MINDSPORE_ENCRYPTED, records, path=str(path))
     with pytest.raises(TamperedCheckpoint, match="ckptmgr-container"):
         check_kind(Kind.CKPTMGR_CONTAINER, records, path=str(path))
@@ -222,9 +215,9 @@ def test_container_in_place_of_a_record_file_is_damage(tmp_path: Path) -> None:
 
 def test_contents_are_shown_without_a_manifest(tmp_path: Path) -> None:
     file = container(tmp_path, mode="AES-CBC")
-    (file.path.parent / manifest_name(file.name)).unlink()
-    store = Store(file.path.parent, trust=Trust(keys=KEY, allow_unencrypted=True))
-    blind = inspect_file(store, only(store), options=ReadOptions())
+    (file.path.parent / api.manifest_name(file.name)).unlink()
+    store = api.place(file.path.parent, keys=KEY, allow_unencrypted=True)
+    blind = inspect_file(store, only(store), options=api.reading())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, "ckpt", "AES-CBC")
     seen = inspect_file(store, only(store), options=READING, has_stats=True)
     assert seen.plain is not None
@@ -244,7 +237,7 @@ def test_keys_change_in_the_header_or_anew(tmp_path: Path) -> None:
     store = open_for_rekeying(directory, back)
     reencrypt_checkpoint(store, only(store), back)
     assert file.path.read_bytes()[8192:] != payload
-    found = only(Store(directory, trust=Trust(keys=KEY)))
+    found = only(api.place(directory, keys=KEY))
     assert (found.format, found.cipher) == ("ckpt", "AES-GCM")
     assert load_checkpoint(file.path, dec_key=KEY.raw)["net"] == "lenet"
 

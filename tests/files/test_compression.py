@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed checkpoints: saved in every way, listed, loaded, verified, and refused for what is wrong with them."""
+"""Compressed checkpoints: saved in every way, listed, loaded, verified, and refused for each defect."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     ChecksumMismatch,
     CorruptCheckpoint,
     StoreFull,
@@ -21,29 +22,23 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.names import parse_name, parse_step_name, restart_prefix
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.compressed import check_frames, read_frames
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.open_checkpoint import open_checkpoint
 from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.scatter import Placement
 from ckptmgr.maintenance import convert
-from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
 from ckptmgr.parallel.mindspore.rank_files import find_rank_files
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.files.test_frame_writer import MemoryFile, image_with
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
 from tests.support.saved import flip, only, overwrite
@@ -66,12 +61,12 @@ def save(directory: Path, *, key: bytes | None = None, crc: bool = False) -> Pat
     ).path
 
 
-def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = None) -> Verification:
-    secret = None if key is None else Key(key)
-    store = Store(path.parent, trust=Trust(keys=secret, allow_unencrypted=True))
-    return verify_checkpoint(
-        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=secret))
-    )
+def verify(
+    path: Path, level: api.Level = api.Level.FULL, *, key: bytes | None = None
+) -> api.Verification:
+    secret = None if key is None else api.Key(key)
+    store = api.place(path.parent, keys=secret, allow_unencrypted=True)
+    return api.verify(store, only(store), level=level, keys=secret)
 
 
 def assert_same(values: dict[str, np.ndarray]) -> None:
@@ -89,11 +84,11 @@ def test_saved_file_is_listed_loaded_and_verified(
     path = save(tmp_path, key=key, crc=crc)
     assert path.name == f"net-1_10.safetensors.ckp{'z' if key is None else 'e'}"
     assert path.stat().st_size < sum(value.nbytes for value in VALUES.values()) * 0.95
-    checkpoint = only(Store(tmp_path))
+    checkpoint = only(api.place(tmp_path))
     assert (checkpoint.format, checkpoint.step, checkpoint.series) == ("safetensors", 0, "net")
     assert_same(load_checkpoint(path, dec_key=key, crc_check=crc))
-    checks = [verify(path, level, key=key) for level in Level]
-    assert [one.status for one in checks] == [Status.OK] * 3
+    checks = [verify(path, level, key=key) for level in api.Level]
+    assert [one.status for one in checks] == [api.Status.OK] * 3
     assert "frames" in checks[-1].checked
 
 
@@ -138,7 +133,7 @@ def test_parts_are_read_without_the_rest(tmp_path: Path, key: bytes | None) -> N
 
 def test_damage_elsewhere_does_not_keep_a_tensor_from_being_read(tmp_path: Path) -> None:
     path = save(tmp_path)
-    (tmp_path / manifest_name(path.name)).unlink()  # its digest covers all of so small a file
+    (tmp_path / api.manifest_name(path.name)).unlink()  # its digest covers all of so small a file
     flip(path, 5000)
     with open_checkpoint(path) as reader:
         assert reader.read("step") == 3
@@ -161,22 +156,20 @@ def test_decrypted_file_is_the_ordinary_one_byte_for_byte(tmp_path: Path) -> Non
     (tmp_path / "plain").mkdir()
     plain = save_checkpoint(VALUES, tmp_path / "plain/n.safetensors", format="safetensors").path
     target = tmp_path / "n.safetensors"
-    convert.decrypt_file(
-        save(tmp_path, key=KEY), target, options=ReadOptions(trust=Trust(keys=Key(KEY)))
-    )
+    convert.decrypt_file(save(tmp_path, key=KEY), target, options=api.reading(keys=api.Key(KEY)))
     assert target.read_bytes() == plain.read_bytes()
 
 
 def test_compressed_file_can_be_encrypted(tmp_path: Path) -> None:
     target = tmp_path / "n.safetensors.ckpe"
-    convert.encrypt_file(save(tmp_path), target, key=Key(KEY))
+    convert.encrypt_file(save(tmp_path), target, key=api.Key(KEY))
     assert_same(load_checkpoint(target, dec_key=KEY))
 
 
 def test_contents_tell_how_much_was_saved(tmp_path: Path) -> None:
     path = save(tmp_path)
-    store = Store(tmp_path)
-    plain = inspect_file(store, only(store), options=ReadOptions()).plain
+    store = api.place(tmp_path)
+    plain = inspect_file(store, only(store), options=api.reading()).plain
     assert plain is not None
     assert plain.compressed_bytes == path.stat().st_size
     assert plain.size_bytes > sum(value.nbytes for value in VALUES.values())
@@ -189,18 +182,18 @@ def test_flipped_byte_anywhere_is_damage(
 ) -> None:
     path = save(tmp_path, key=key)
     if not with_manifest:
-        (tmp_path / manifest_name(path.name)).unlink()
+        (tmp_path / api.manifest_name(path.name)).unlink()
     start = 0 if key is None else 12_288
     offsets = [0, 9, 12, *range(100, path.stat().st_size - start, 900_001), -1, -20, -50, -100]
     for offset in offsets:
         at = offset + start if offset >= 0 else path.stat().st_size + offset
         flip(path, at)
-        assert verify(path, key=key).status in (Status.DAMAGED, Status.UNREADABLE), at
+        assert verify(path, key=key).status in (api.Status.DAMAGED, api.Status.UNREADABLE), at
         with pytest.raises((CorruptCheckpoint, UnsupportedCheckpoint)):
             load_checkpoint(path, dec_key=key)
         flip(path, at)
     is_proven = key is None or with_manifest
-    assert verify(path, key=key).status is (Status.OK if is_proven else Status.UNPROVEN)
+    assert verify(path, key=key).status is (api.Status.OK if is_proven else api.Status.UNPROVEN)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -239,12 +232,10 @@ def test_key_is_not_satisfied_by_a_compressed_plain_file(tmp_path: Path) -> None
 def test_header_that_states_another_size_is_refused() -> None:
     image = image_with(w=np.ones(100))
     file = MemoryFile()
-    sealer = frames_sealer(image.size + 1, Key(KEY), "AES-GCM")
+    sealer = frames_sealer(image.size + 1, api.Key(KEY), "AES-GCM")
     write_frames(plan_of(image), read_image(image), file, level=1, sealer=sealer)
     with pytest.raises(CorruptCheckpoint, match="the header says"):
-        open_source(
-            BytesSource(file.content), path="x", options=ReadOptions(trust=Trust(keys=Key(KEY)))
-        )
+        open_source(BytesSource(file.content), path="x", options=api.reading(keys=api.Key(KEY)))
 
 
 def test_last_segment_of_another_file_is_tampering(tmp_path: Path) -> None:
@@ -259,7 +250,7 @@ def test_last_segment_of_another_file_is_tampering(tmp_path: Path) -> None:
 
 def test_full_disk_leaves_nothing_and_says_so(tmp_path: Path) -> None:
     disk = FailingDisk(
-        OsFileSystem(), error=errno.ENOSPC, operation="write_at", call=1, is_lasting=True
+        api.OsFileSystem(), error=errno.ENOSPC, operation="write_at", call=1, is_lasting=True
     )
     config = CheckpointConfig(format="safetensors", compression="zstd")
     manager = manager_on(tmp_path, config, fs=disk, prefix="net")

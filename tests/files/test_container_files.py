@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted safetensors files: saved, listed, loaded, verified, converted, and refused for what is wrong with them."""
+"""Encrypted safetensors files: saved, listed, loaded, verified, converted, and refused for each defect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save_file
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
@@ -19,26 +20,21 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsafeWrite,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.names import parse_name, parse_step_name, restart_prefix
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.container import open_container_file
 from ckptmgr.files.load.inspection import inspect_file
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.convert_source import open_plaintext
-from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from tests.support import api
 from tests.support.saved import flip, only, overwrite
 
 KEY = bytes(range(16))
 OTHER_KEY = bytes(32)
-READING = ReadOptions(trust=Trust(keys=Key(KEY)))
+READING = api.reading(keys=api.Key(KEY))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 VALUES: dict[str, np.ndarray] = {"w": np.arange(5000, dtype=np.float32), "b": np.array(3, np.int64)}
 
@@ -51,12 +47,12 @@ def save(directory: Path, *, mode: str = "AES-GCM", crc: bool = False) -> Path:
     return saved.path
 
 
-def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = KEY) -> Verification:
-    secret = None if key is None else Key(key)
-    store = Store(path.parent, trust=Trust(keys=secret, allow_unencrypted=True))
-    return verify_checkpoint(
-        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=secret))
-    )
+def verify(
+    path: Path, level: api.Level = api.Level.FULL, *, key: bytes | None = KEY
+) -> api.Verification:
+    secret = None if key is None else api.Key(key)
+    store = api.place(path.parent, keys=secret, allow_unencrypted=True)
+    return api.verify(store, only(store), level=level, keys=secret)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -64,15 +60,15 @@ def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = KEY) ->
 def test_saved_file_is_listed_loaded_and_verified(tmp_path: Path, mode: str, crc: bool) -> None:
     path = save(tmp_path, mode=mode, crc=crc)
     assert path.name == "net-1_10.safetensors.ckpe"
-    listed = only(Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True)))
+    listed = only(api.place(tmp_path, keys=api.Key(KEY), allow_unencrypted=True))
     assert (listed.path, listed.format, listed.cipher) == (path, "safetensors", mode)
     assert (listed.series, listed.epoch) == ("net", 1)
     values = load_checkpoint(path, dec_key=KEY, dec_mode=mode, crc_check=crc)
     assert {name: np.asarray(value).tolist() for name, value in values.items()} == {
         name: value.tolist() for name, value in VALUES.items()
     }
-    answer = verify(path, Level.DEEP)
-    assert (answer.status, answer.unchecked) == (Status.OK, ())
+    answer = verify(path, api.Level.DEEP)
+    assert (answer.status, answer.unchecked) == (api.Status.OK, ())
     assert {"header", "cipher blocks", "every tensor"} <= set(answer.checked)
 
 
@@ -103,9 +99,9 @@ def test_names_are_understood_and_count_for_a_restart() -> None:
 
 def test_file_without_manifest_is_listed_by_its_name(tmp_path: Path) -> None:
     path = save(tmp_path)
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     path.rename(tmp_path / "best.safetensors.ckpe")
-    listed = only(Store(tmp_path))
+    listed = only(api.place(tmp_path))
     assert (listed.series, listed.format) == ("best", "safetensors")
 
 
@@ -129,7 +125,7 @@ def test_loading_without_a_key_says_what_is_needed(tmp_path: Path) -> None:
 
 def test_loading_with_another_key_is_a_key_problem(tmp_path: Path) -> None:
     path = save(tmp_path)
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     with pytest.raises(KeyProblem, match="encrypted for another key"):
         load_checkpoint(path, dec_key=OTHER_KEY)
 
@@ -144,18 +140,18 @@ def test_loading_in_another_mode_names_the_right_one(tmp_path: Path) -> None:
 def test_damage_is_found_with_and_without_manifest(tmp_path: Path, offset: int) -> None:
     path = save(tmp_path)
     flip(path, offset)
-    assert verify(path).status is Status.DAMAGED
+    assert verify(path).status is api.Status.DAMAGED
     with pytest.raises(CorruptCheckpoint):
         load_checkpoint(path, dec_key=KEY)
-    (tmp_path / manifest_name(path.name)).unlink()
-    assert verify(path).status is Status.DAMAGED
+    (tmp_path / api.manifest_name(path.name)).unlink()
+    assert verify(path).status is api.Status.DAMAGED
     with pytest.raises(TamperedCheckpoint):
         load_checkpoint(path, dec_key=KEY)
 
 
 def test_cut_file_without_manifest_is_truncated(tmp_path: Path) -> None:
     path = save(tmp_path)
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     overwrite(path, path.read_bytes()[:-1])
     with pytest.raises(TruncatedCheckpoint, match="1 bytes too early"):
         load_checkpoint(path, dec_key=KEY)
@@ -177,10 +173,10 @@ def test_damaged_header_copy_is_named_and_the_other_one_opens_the_file(
 ) -> None:
     path = save(tmp_path)
     if not has_manifest:
-        (tmp_path / manifest_name(path.name)).unlink()
+        (tmp_path / api.manifest_name(path.name)).unlink()
     flip(path, offset + (4096 if copy == "B" else 0))
     answer = verify(path)
-    assert answer.status is (Status.OK if has_manifest else Status.UNPROVEN)
+    assert answer.status is (api.Status.OK if has_manifest else api.Status.UNPROVEN)
     (said,) = answer.unchecked
     assert said == f"header copy {copy}: damaged; the other one opens, ckptmgr rekey mends it"
     caplog.clear()
@@ -195,19 +191,19 @@ def test_file_with_both_header_copies_damaged_is_damaged(
 ) -> None:
     path = save(tmp_path)
     if not has_manifest:
-        (tmp_path / manifest_name(path.name)).unlink()
+        (tmp_path / api.manifest_name(path.name)).unlink()
     flip(path, 4090)
     flip(path, 4096 + 4090)
-    assert verify(path).status is Status.DAMAGED
+    assert verify(path).status is api.Status.DAMAGED
     with pytest.raises(TamperedCheckpoint):
         load_checkpoint(path, dec_key=KEY)
 
 
 @pytest.mark.parametrize(
-    ("level", "status"), [(Level.QUICK, Status.OK), (Level.FULL, Status.PARTIAL)]
+    ("level", "status"), [(api.Level.QUICK, api.Status.OK), (api.Level.FULL, api.Status.PARTIAL)]
 )
 def test_verification_without_the_key_says_what_it_could_not_check(
-    tmp_path: Path, level: Level, status: Status
+    tmp_path: Path, level: api.Level, status: api.Status
 ) -> None:
     path = save(tmp_path)
     answer = verify(path, level, key=None)
@@ -217,13 +213,13 @@ def test_verification_without_the_key_says_what_it_could_not_check(
 
 def test_contents_are_listed_with_the_key_and_the_cipher_without(tmp_path: Path) -> None:
     save(tmp_path, mode="SM4-CBC")
-    store = Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True))
+    store = api.place(tmp_path, keys=api.Key(KEY), allow_unencrypted=True)
     known = inspect_file(store, only(store), options=READING)
     assert known.plain is not None
     assert [one.spec.name for one in known.plain.tensors] == ["b", "w"]
     assert known.plain.is_sealed
-    store = Store(tmp_path)
-    unknown = inspect_file(store, only(store), options=ReadOptions())
+    store = api.place(tmp_path)
+    unknown = inspect_file(store, only(store), options=api.reading())
     assert (unknown.cipher, unknown.plain) == ("SM4-CBC", None)
 
 
@@ -245,28 +241,28 @@ def test_encrypting_and_decrypting_gives_the_same_bytes(
 ) -> None:
     plain, sealed = tmp_path / "x.safetensors", tmp_path / "x.safetensors.ckpe"
     save_file({"w": np.arange(size, dtype=np.uint8)}, plain)
-    done = convert.encrypt_file(plain, sealed, key=Key(KEY), mode=mode)
+    done = convert.encrypt_file(plain, sealed, key=api.Key(KEY), mode=mode)
     assert (done.target.format, done.target.cipher) == ("safetensors", mode)
-    with open_plaintext(sealed, READING) as plaintext:
+    with open_plaintext(sealed, READING) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
-    piped = b"".join(map(bytes, convert.encrypted_chunks(plain, key=Key(KEY), mode=mode)))
+    piped = b"".join(map(bytes, convert.encrypted_chunks(plain, key=api.Key(KEY), mode=mode)))
     (tmp_path / "piped.safetensors.ckpe").write_bytes(piped)
-    with open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as plaintext:
+    with open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as (plaintext, _):
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
 
 
 def test_encrypted_container_is_not_encrypted_again(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="encrypted already"):
-        convert.encrypt_file(save(tmp_path), tmp_path / "twice.ckpe", key=Key(KEY))
+        convert.encrypt_file(save(tmp_path), tmp_path / "twice.ckpe", key=api.Key(KEY))
 
 
 def test_damaged_file_with_a_crc_is_not_sealed(tmp_path: Path) -> None:
     plain = tmp_path / "x.safetensors"
     save_checkpoint(VALUES, plain, format="safetensors", crc_check=True)
-    (tmp_path / manifest_name(plain.name)).unlink()
+    (tmp_path / api.manifest_name(plain.name)).unlink()
     flip(plain, -1)
     with pytest.raises(ChecksumMismatch):
-        convert.encrypt_file(plain, tmp_path / "x.safetensors.ckpe", key=Key(KEY))
+        convert.encrypt_file(plain, tmp_path / "x.safetensors.ckpe", key=api.Key(KEY))
     assert not (tmp_path / "x.safetensors.ckpe").exists()
 
 
@@ -274,7 +270,7 @@ def test_names_that_hide_what_a_file_is_are_refused(tmp_path: Path) -> None:
     plain = tmp_path / "x.safetensors"
     save_file({"w": np.zeros(3)}, plain)
     with pytest.raises(UnsafeWrite, match=r"must end in \.ckpe"):
-        convert.encrypt_file(plain, tmp_path / "y.safetensors", key=Key(KEY))
+        convert.encrypt_file(plain, tmp_path / "y.safetensors", key=api.Key(KEY))
     with pytest.raises(UnsafeWrite, match=r"must not end in \.ckpe"):
         convert.decrypt_file(save(tmp_path), tmp_path / "y.ckpe", options=READING)
 
@@ -299,7 +295,7 @@ def test_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
 def test_file_that_differs_from_the_one_its_manifest_describes_is_refused(tmp_path: Path) -> None:
     a, b = (BytesSource(save(tmp_path).read_bytes()) for _ in range(2))
     with pytest.raises(ChecksumMismatch, match="changed while it was being read"):
-        open_container_file(a, b, path="net", key=Key(KEY), mode=None)
+        open_container_file(a, b, path="net", key=api.Key(KEY), mode=None)
 
 
 @pytest.mark.parametrize("async_save", ["thread", "process"])
@@ -308,4 +304,4 @@ def test_saves_in_the_background_are_containers_too(tmp_path: Path, async_save: 
     with CheckpointManager(tmp_path, config) as manager:
         manager.save(1, {"w": np.full(4, 1.0)})
     path = tmp_path / "ckpt-1.safetensors.ckpe"
-    assert verify(path).status is Status.OK
+    assert verify(path).status is api.Status.OK

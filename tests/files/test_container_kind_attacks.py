@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write a container may try, whatever is in it and however it is encrypted.
+"""Attacks of a writer of containers, for any content and encryption.
 
 Each attack is tried on a file that is alone, and on one whose manifest is there, if it is a checkpoint. `verify` finds it, and
-`decrypt` gives no file; without a manifest it is the seal alone that says, with its own kind of error, what is wrong.
+`decrypt` gives no file; without a manifest it is the seal alone that reports the damage, with its own kind of error.
 """
 
 from __future__ import annotations
@@ -17,28 +17,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CkptmgrError,
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
     TruncatedCheckpoint,
     UnsupportedCheckpoint,
+    save_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance import convert
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import KEY, OTHER_KEY
 
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 INSIDE = ("safetensors", "ckpt", "json", "compressed")
 COPY, HEAD, SEGMENT = 4096, 12288, 4 << 20
-READING = ReadOptions(trust=Trust(keys=KEY))
+READING = api.reading(keys=KEY)
 Pair = tuple[Path, Path]
 Make = Callable[[str, str, int], Pair]
 
@@ -90,10 +86,10 @@ def flipped(data: bytes, *positions: int) -> bytes:
 
 
 Attack = Callable[[bytes, bytes], bytes]
-Outcome = tuple[Status, type[CkptmgrError]]
-DAMAGE: Outcome = (Status.DAMAGED, TamperedCheckpoint)
-CUT: Outcome = (Status.DAMAGED, TruncatedCheckpoint)
-UNKNOWN: Outcome = (Status.UNREADABLE, UnsupportedCheckpoint)
+Outcome = tuple[api.Status, type[CkptmgrError]]
+DAMAGE: Outcome = (api.Status.DAMAGED, TamperedCheckpoint)
+CUT: Outcome = (api.Status.DAMAGED, TruncatedCheckpoint)
+UNKNOWN: Outcome = (api.Status.UNREADABLE, UnsupportedCheckpoint)
 
 # a: the file; b: another one of its shape.
 ATTACKS: dict[str, tuple[Attack, Outcome]] = {
@@ -142,7 +138,7 @@ SEGMENT_ATTACKS: dict[str, tuple[Attack, Outcome]] = {
 }
 
 
-# The length of frames follows from that of the file, so what was added can look like something that is missing.
+# The length of frames follows from that of the file, so added bytes can look like missing ones.
 OF_FRAMES: dict[str, Outcome] = {
     "flip the length of a segment": CUT,
     "a byte behind it": CUT,
@@ -176,12 +172,12 @@ def as_named(path: Path) -> Checkpoint:
     )
 
 
-def verdict(path: Path, *, options: ReadOptions = READING) -> Status:
-    store = Store(path.parent, trust=replace(options.trust, allow_unencrypted=True))
-    return verify_checkpoint(store, as_named(path), options=options).status
+def verdict(path: Path, *, options: api.ReadOptions = READING) -> api.Status:
+    store = api.place(path.parent, trust=replace(options.trust, allow_unencrypted=True))
+    return api.verify(store, as_named(path), options=options).status
 
 
-def refusal(path: Path, *, options: ReadOptions = READING) -> type[Exception]:
+def refusal(path: Path, *, options: api.ReadOptions = READING) -> type[Exception]:
     """Return the kind of error that decrypting ends with; there must be no file then."""
     target = path.with_name("decrypted")
     with pytest.raises(CkptmgrError) as caught:
@@ -194,7 +190,7 @@ def check(pair: Pair, directory: Path, attack: Attack, outcome: Outcome) -> None
     path, other = pair
     attacked = directory / path.name
     attacked.write_bytes(attack(path.read_bytes(), other.read_bytes()))
-    described = path.with_name(manifest_name(path.name))
+    described = api.manifest_of(path)
     assert (verdict(attacked), refusal(attacked)) == outcome
     if described.exists():
         attacked.with_name(described.name).write_bytes(described.read_bytes())
@@ -232,10 +228,10 @@ def test_one_header_copy_is_enough_and_no_other_key_will_do(
     for copy in (0, COPY):
         attacked.write_bytes(flipped(path.read_bytes(), *range(copy, copy + COPY)))
         # A checkpoint without a manifest is unproven; other files have none.
-        expected = Status.OK if inside == "json" else Status.UNPROVEN
+        expected = api.Status.OK if inside == "json" else api.Status.UNPROVEN
         assert verdict(attacked) is expected
-        wrong = ReadOptions(trust=Trust(keys=OTHER_KEY))
-        assert verdict(attacked, options=wrong) is Status.WRONG_KEY
+        wrong = api.reading(keys=OTHER_KEY)
+        assert verdict(attacked, options=wrong) is api.Status.WRONG_KEY
         assert refusal(attacked, options=wrong) is KeyProblem
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline writes as a container opens to the image, wherever segments, chunks and tensors end."""
+"""A container that the pipeline writes opens to the image, wherever segments, chunks and tensors end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.container.writer import SEGMENT_BYTES
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.save.container_stream import ContainerStream
 from ckptmgr.files.save.pipeline import container_for, write_image
@@ -20,8 +19,9 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Extent, Image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.digest import RANGE_BYTES, digest_of
+from tests.support import api
 
-KEY = Key(bytes(range(16)))
+KEY = api.Key(bytes(range(16)))
 POOL = np.random.default_rng(0).bytes(3 * RANGE_BYTES)
 CONTENT = SEGMENT_BYTES - 32  # of a segment
 

@@ -13,9 +13,7 @@ import safetensors
 import safetensors.numpy
 
 import ckptmgr
-from ckptmgr import CheckpointConfig
-from ckptmgr.core.errors import UnsupportedCheckpoint, UnsupportedState
-from ckptmgr.formats.tensor import PackedArray
+from ckptmgr import CheckpointConfig, PackedArray, UnsupportedCheckpoint, UnsupportedState
 from tests.cli.running import key_file, run, run_json
 from tests.support.surface import Loop
 

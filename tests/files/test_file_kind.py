@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of another kind than their manifest says: what the digests of a container leave out is no place to hide a header."""
+"""Files of another kind than their manifest says: the bytes that the digests of a container leave out hide no header."""
 
 from __future__ import annotations
 
@@ -11,27 +11,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import TamperedCheckpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr import TamperedCheckpoint, load_checkpoint, open_checkpoint, save_checkpoint
 from ckptmgr.files.load.plaintext import check_kind, check_mode
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.detect import Kind
-from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
-from ckptmgr.store.manifest.codec import PLACEHOLDER, manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr.store.manifest.codec import PLACEHOLDER
+from tests.support import api
 from tests.support.manifests import manifest
 from tests.support.saved import only, overwrite
 
-KEY = Key(bytes(range(16)))
+KEY = api.Key(bytes(range(16)))
 VALUES = {"w": np.arange(5000, dtype=np.float32)}
 BLANK_BYTES = 8192
 
 
-def save(directory: Path, *, key: Key | None, format: str, mode: str = "AES-GCM") -> Path:
+def save(directory: Path, *, key: api.Key | None, format: str, mode: str = "AES-GCM") -> Path:
     raw = None if key is None else key.raw
     saved = save_checkpoint(
         VALUES, directory / "net-1_10", format=format, enc_key=raw, enc_mode=mode
@@ -39,11 +32,9 @@ def save(directory: Path, *, key: Key | None, format: str, mode: str = "AES-GCM"
     return saved.path
 
 
-def verify(path: Path, level: Level, *, key: Key | None = None) -> Verification:
-    store = Store(path.parent, trust=Trust(keys=key, allow_unencrypted=True))
-    return verify_checkpoint(
-        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=key))
-    )
+def verify(path: Path, level: api.Level, *, key: api.Key | None = None) -> api.Verification:
+    store = api.place(path.parent, keys=key, allow_unencrypted=True)
+    return api.verify(store, only(store), level=level, keys=key)
 
 
 def plain_head(size_bytes: int) -> bytes:
@@ -70,13 +61,13 @@ def forged(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", api.Level)
 @pytest.mark.parametrize("key", [None, KEY])
 def test_plain_header_in_place_of_header_copies_is_damage(
-    forged: Path, level: Level, key: Key | None
+    forged: Path, level: api.Level, key: api.Key | None
 ) -> None:
     answer = verify(forged, level, key=key)
-    assert answer.status is Status.DAMAGED
+    assert answer.status is api.Status.DAMAGED
     (problem,) = answer.problems
     assert "'safetensors', but was saved as safetensors, AES-GCM" in problem
 
@@ -89,15 +80,15 @@ def test_plain_header_in_place_of_header_copies_is_never_loaded(forged: Path) ->
 
 
 def test_plain_header_in_place_of_header_copies_is_damage_though_signed(tmp_path: Path) -> None:
-    signer = SigningKey.generate()
+    signer = api.SigningKey.generate()
     path = save_checkpoint(
         VALUES, tmp_path / "net", format="safetensors", enc_key=KEY.raw, signing_key=signer
     ).path
     data = path.read_bytes()
     overwrite(path, plain_head(len(data)) + data[BLANK_BYTES:])
-    store = Store(tmp_path, trust=Trust(trusted_keys=(signer.public_key,)))
-    options = ReadOptions(trust=Trust(trusted_keys=(signer.public_key,)))
-    assert verify_checkpoint(store, only(store), options=options).status is Status.DAMAGED
+    store = api.place(tmp_path, trusted_keys=(signer.public_key,))
+    options = api.reading(trusted_keys=(signer.public_key,))
+    assert api.verify(store, only(store), options=options).status is api.Status.DAMAGED
 
 
 @pytest.mark.parametrize(
@@ -112,16 +103,16 @@ def test_plain_header_in_place_of_header_copies_is_damage_though_signed(tmp_path
     ],
 )
 def test_file_of_another_kind_or_cipher_than_its_manifest_says_is_damaged(
-    tmp_path: Path, saved_as: str, key: Key | None, mode: str, claimed: dict[str, str | None]
+    tmp_path: Path, saved_as: str, key: api.Key | None, mode: str, claimed: dict[str, str | None]
 ) -> None:
     path = save(tmp_path, key=key, format=saved_as, mode=mode)
-    described = path.parent / manifest_name(path.name)
+    described = path.parent / api.manifest_name(path.name)
     document = json.loads(described.read_text())
     document["files"][0] |= claimed
     document.pop("auth", None)
     overwrite(described, json.dumps(document).encode())
-    answer = verify(path, Level.QUICK)
-    assert (answer.status, "was saved" in answer.problems[0]) == (Status.DAMAGED, True)
+    answer = verify(path, api.Level.QUICK)
+    assert (answer.status, "was saved" in answer.problems[0]) == (api.Status.DAMAGED, True)
 
 
 def test_manifest_that_was_made_for_a_bare_file_does_not_know_its_kind() -> None:

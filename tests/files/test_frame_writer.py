@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the writer of compressed files puts into a file expands to the image; when it fails, it leaves nothing running."""
+"""A file of the writer of compressed files expands to the image; when it fails, it leaves nothing running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.container.source import open_container
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.save.compressed import (
     FrameFigures,
@@ -35,8 +34,9 @@ from ckptmgr.formats.source import BytesSource, Source, read_bytes
 from ckptmgr.formats.tensor import Tensor, TensorSpec, tensor_from_array
 from ckptmgr.io.digest import RANGE_BYTES, digest_of
 from ckptmgr.io.source_image import SourceImage
+from tests.support import api
 
-KEY = Key(bytes(range(32)))
+KEY = api.Key(bytes(range(32)))
 MODES = (None, "AES-GCM", "AES-CBC", "SM4-GCM", "SM4-CBC")
 NOISE = np.random.default_rng(0).integers(0, 256, 9 << 20, np.uint8)
 
@@ -185,7 +185,7 @@ def test_stopped_spool_accepts_nothing_more() -> None:
 
 
 def test_writer_that_waits_for_room_hears_that_the_others_failed() -> None:
-    spool = Spool(MemoryFile(), None)  # nobody writes what is appended
+    spool = Spool(MemoryFile(), None)  # no thread writes the appended bytes
     raised: list[Stopped] = []
 
     def fill() -> None:

@@ -13,16 +13,14 @@ import pytest
 import zstandard
 from blake3 import blake3
 
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.source import BytesSource, read_bytes
+from tests.support import api
 
 GOLDEN = Path(__file__).parents[1] / "golden/compressed"
 PLAIN = (GOLDEN / "plain.safetensors").read_bytes()
-KEY = Key(bytes(range(32)))
+KEY = api.Key(bytes(range(32)))
 
 
 def reference(file: bytes) -> bytes:
@@ -94,7 +92,7 @@ def test_reference_expands_the_golden_file(name: str) -> None:
     ],
 )
 def test_golden_file_is_read(name: str) -> None:
-    options = ReadOptions(trust=Trust(keys=None if name.endswith(".ckpz") else KEY))
+    options = api.reading(keys=None if name.endswith(".ckpz") else KEY)
     opened = open_source(
         BytesSource((GOLDEN / name).read_bytes()), path=name, options=options, is_for_loading=True
     )

@@ -14,8 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_state
-from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    UnsupportedCheckpoint,
+    load_state,
+    save_state,
+)
 from ckptmgr.formats import strict_json
 from ckptmgr.formats.compressed.packer import FramePacker
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, Frame, encode_tail, frame_digest

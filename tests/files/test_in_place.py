@@ -16,17 +16,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    StateMismatch,
+)
 from ckptmgr.files.load.in_place import InPlaceState
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import StoredState
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.series.reader import SeriesReader
-from ckptmgr.state.tree import StateMismatch
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import KEY
@@ -64,18 +64,18 @@ def some_state(seed: int) -> dict[str, Any]:
 
 
 def draws(state: dict[str, Any]) -> list[object]:
-    """Take the generators out of a state and return what they give next."""
+    """Take the generators out of a state and return their next draws."""
     numpy_rng, legacy, python = state.pop("generators")
     return [numpy_rng.random(), legacy.random_sample(), python.random()]
 
 
 def read(directory: Path, state: object, config: CheckpointConfig) -> object:
-    """Return what the manager reads before it puts it back."""
-    key = Key(config.enc_key) if isinstance(config.enc_key, bytes) else None
+    """Return the stored state before the manager restores it."""
+    key = api.Key(config.enc_key) if isinstance(config.enc_key, bytes) else None
     reader = SeriesReader(
-        Store(directory, trust=Trust(keys=key, allow_unencrypted=True)),
+        api.place(directory, keys=key, allow_unencrypted=True),
         "ckpt",
-        options=ReadOptions(trust=Trust(keys=key)),
+        options=api.reading(keys=key),
     )
     return reader.read(reader.find(1), state)
 
@@ -93,7 +93,7 @@ def test_state_is_filled_as_it_would_be_from_memory(tmp_path: Path, way: str) ->
     assert found.put_back(target) is target
     assert all(target[name] is array for name, array in arrays.items())
     assert draws(target) == draws(state)
-    # What was one array before the save is one array in the file; in the target it is what it was there.
+    # One array before the save is one array in the file; in the target it stays as it was there.
     assert same(target, state)
 
 
@@ -215,27 +215,27 @@ def test_bare_file_that_nothing_vouches_for_is_read_into_memory_first(tmp_path: 
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": np.ones(100)})
     (tmp_path / "ckpt-1.ckpt.manifest.json").unlink()
-    reader = SeriesReader(Store(tmp_path), "ckpt", options=ReadOptions())
-    (checkpoint,) = Store(tmp_path).scan()
+    reader = SeriesReader(api.place(tmp_path), "ckpt", options=api.reading())
+    (checkpoint,) = api.listed(tmp_path)
     assert isinstance(reader.read(checkpoint, {"w": np.zeros(100)}), StoredState)
 
 
-class Changing(OsFileSystem):
+class Changing(api.OsFileSystem):
     """A disk on which a file changes when so many of its bytes have been read.
 
     Attributes:
-        stable_bytes: Until then it is what was written.
+        stable_bytes: Until then it has the written bytes.
     """
 
     stable_bytes = 1 << 60
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         """Open a file that may change."""
         return _ChangingFile(super().open(path, is_uncached=is_uncached), self)
 
 
 class _ChangingFile:
-    def __init__(self, file: InputFile, disk: Changing) -> None:
+    def __init__(self, file: api.InputFile, disk: Changing) -> None:
         self._file = file
         self._disk = disk
         self.size = file.size

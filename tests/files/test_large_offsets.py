@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of more than 4 GiB, of which nothing exists but what is asked for: no offset is cut to 32 bits."""
+"""Files of more than 4 GiB, of which only the requested parts exist: no offset is cut to 32 bits."""
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.crypto.container.source import open_container
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
 from ckptmgr.files.save.pipeline import container_for, sealer_for, write_image
@@ -24,10 +23,11 @@ from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource, Source, read_bytes
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
+from tests.support import api
 from tests.support.stored import image_bytes, read_safetensors
 from tests.support.strategies import named_tensor
 
-_KEY = Key(bytes(range(16)))
+_KEY = api.Key(bytes(range(16)))
 _NOISE = np.random.default_rng(0).bytes(2 * RANGE_BYTES)
 _MODES = ("AES-GCM", "AES-CBC", "SM4-GCM", "SM4-CBC")
 _WAYS = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_source` and `read_values`: each stage checks what it hands on, and nothing is read that is not asked for."""
+"""`open_source` and `read_values`: each stage checks its result, and only requested bytes are read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import (
+from ckptmgr import (
     ChecksumMismatch,
     CkptmgrError,
     CorruptCheckpoint,
@@ -22,26 +20,24 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    save_checkpoint,
 )
-from ckptmgr.core.trust import Trust
+from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.crypto import errors as crypto_errors
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.bulk import read_through
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
 from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.io.scatter import read_checked, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.surface import KEY
 
 MIB = 1 << 20
-_PLAIN = ReadOptions()
-_KEYED = ReadOptions(trust=Trust(keys=Key(KEY)))
+_PLAIN = api.reading()
+_KEYED = api.reading(keys=api.Key(KEY))
 
 
 class _Counting(BytesSource):
@@ -124,7 +120,7 @@ def test_whole_file_with_its_crc_is_read_once(tmp_path: Path, format: str) -> No
     assert source.read_bytes < len(data) + 100_000
 
 
-def _manifest(store: Store, name: str, data: bytes, range_bytes: int) -> Manifest:
+def _manifest(store: api.Place, name: str, data: bytes, range_bytes: int) -> api.Manifest:
     """Return the manifest of a saved file, with digests of ranges of that length."""
     manifest = store.read_manifest(name)
     assert manifest is not None
@@ -154,7 +150,7 @@ def test_crc_is_checked_whatever_the_digests_are(
     right = _file(tmp_path, state, name, crc_check=True, format=format)
 
     def opened(data: bytes) -> OpenCheckpoint:
-        store = Store(tmp_path)
+        store = api.place(tmp_path)
         manifest = None if range_bytes is None else _manifest(store, name, data, range_bytes)
         return open_source(
             BytesSource(data), path=name, options=_PLAIN, manifest=manifest, is_for_loading=True
@@ -173,7 +169,7 @@ def test_crc_is_checked_whatever_the_digests_are(
 def test_manifest_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) -> None:
     _file(tmp_path, {"w": np.zeros(2, np.float32)})
     other = _file(tmp_path, {"w": np.ones(2, np.float32)}, "y.ckpt")
-    manifest = Store(tmp_path).read_manifest("x.ckpt")
+    manifest = api.place(tmp_path).read_manifest("x.ckpt")
     with pytest.raises(ChecksumMismatch):
         open_source(BytesSource(other), path="x.ckpt", options=_PLAIN, manifest=manifest)
 
@@ -243,7 +239,7 @@ def test_file_that_changes_between_index_and_contents_is_noticed(
         source,
         path="x.ckpt",
         options=_PLAIN if key is None else _KEYED,
-        manifest=Store(tmp_path).read_manifest("x.ckpt"),
+        manifest=api.place(tmp_path).read_manifest("x.ckpt"),
         is_for_loading=True,
     )
     source.is_replaced = True

@@ -12,13 +12,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    TruncatedError,
+    UnsupportedCheckpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.io.files import CachedFile
-from ckptmgr.store.manifest.codec import manifest_name
 from tests.formats.test_mutations import ITEMS
+from tests.support import api
 from tests.support.saved import flip
 from tests.support.stored import image_bytes
 from tests.support.surface import KEY, comparable
@@ -58,7 +63,7 @@ def test_mapped_file_reads_like_any_other(
 ) -> None:
     path = saved(tmp_path, state, name)
     if not has_manifest:
-        (tmp_path / manifest_name(name)).unlink()
+        (tmp_path / api.manifest_name(name)).unlink()
     with open_checkpoint(path, mmap=True) as reader:
         assert reader.is_verified is has_manifest
         for key, array in state.items():
@@ -142,7 +147,7 @@ def test_damage_elsewhere_does_not_keep_a_tensor_from_being_mapped(tmp_path: Pat
 
 def test_bool_that_is_neither_is_damage(tmp_path: Path) -> None:
     path = saved(tmp_path, {"w": np.zeros(4, np.bool_)})
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     content = bytearray(path.read_bytes())
     content[-1] = 2
     path.chmod(0o600)

@@ -13,8 +13,7 @@ import pytest
 import safetensors
 
 import ckptmgr
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, UnsupportedCheckpoint
 from tests.support.surface import Loop
 
 KEY = bytes(range(32))

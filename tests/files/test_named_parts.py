@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import io
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,24 +16,23 @@ import safetensors.numpy
 from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
     ModelCheckpoint,
+    PackedArray,
     Ranks,
+    StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    UnsupportedCheckpoint,
-    UnsupportedState,
-)
-from ckptmgr.formats.tensor import PackedArray
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.state.part import part_of
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr.state.paths import TreeError
 from tests.parallel.ranks import Meeting, Seat
 from tests.support.saved import flip
 from tests.support.surface import Loop
@@ -386,6 +385,30 @@ def test_load_refuses_damaged_skeleton_in_a_part() -> None:
     for skeleton in ('{"version":1,"nodes":[]}', '{"version":1,"nodes":["a",1,[]]}'):
         with pytest.raises(StateMismatch, match="this state is no dict"):
             part_of(skeleton, ["a"])
-    for root in ('{"dict":9}', '{"dict":-1}', '{"dict":"x"}', '{"namedtuple":3}'):
-        with pytest.raises(StateMismatch):
+    with pytest.raises(StateMismatch, match="this state is no dict"):
+        part_of('{"version":1,"nodes":["a",{"namedtuple":3},{"namedtuple":3}]}', ["b"])
+    for root in ('{"dict":9}', '{"dict":-1}', '{"dict":"x"}'):
+        with pytest.raises(TreeError, match="a namedtuple has no name and fields"):
             part_of(f'{{"version":1,"nodes":["a",{{"namedtuple":3}},{root}]}}', ["b"])
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_part_of_a_bare_state_dict_is_an_entry_of_it(tmp_path: Path, is_module: bool) -> None:
+    net = torch.nn.Linear(2, 2)
+    save_state(net if is_module else net.state_dict(), tmp_path / "x.safetensors")
+    part = load_state(tmp_path / "x.safetensors", only="weight")
+    assert isinstance(part, dict)
+    assert list(part) == ["weight"]
+    assert torch.equal(part["weight"], net.weight)
+
+
+def test_part_of_a_counter_is_a_count(tmp_path: Path) -> None:
+    save_state(Counter(a=1, b=2), tmp_path / "x.safetensors")
+    assert load_state(tmp_path / "x.safetensors", only="b") == Counter(b=2)
+
+
+def test_part_of_an_ordered_dict_that_came_from_torch_keeps_no_metadata(tmp_path: Path) -> None:
+    save_state(torch.nn.Linear(2, 2).state_dict(), tmp_path / "x.safetensors")
+    part = load_state(tmp_path / "x.safetensors", only=["bias", "weight"])
+    assert list(part) == ["bias", "weight"]  # type: ignore[call-overload]
+    assert not hasattr(part, "_metadata")

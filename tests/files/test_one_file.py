@@ -11,19 +11,19 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
+    CkptmgrError,
     Resume,
+    StoreLocked,
+    UnsupportedCheckpoint,
     load_checkpoint,
     load_state,
     open_checkpoint,
     save_checkpoint,
+    save_file,
     save_state,
 )
-from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsupportedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.integrations.safetensors import save_file
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import run
+from tests.support import api
 from tests.support.options import SIGNER
 from tests.support.saved import overwrite
 
@@ -51,7 +51,7 @@ def test_state_without_a_manifest_is_one_file_that_loads(
 ) -> None:
     path = tmp_path / name
     saved = save_state(STATE, path, manifest=False, **options)
-    assert (saved.path, saved.state) == (path, State.UNVERIFIED)
+    assert (saved.path, saved.state) == (path, api.State.UNVERIFIED)
     assert names(tmp_path) == {name}
     found: Any = load_state(path, dec_key=options.get("enc_key"))
     assert (found["w"].tolist(), found["n"]) == ([0, 1, 2], [7, ("x", None)])
@@ -98,7 +98,10 @@ def test_file_without_manifest_replaces_one_with_and_the_other_way_round(tmp_pat
     path = tmp_path / "s.ckpt"
     for value, has_manifest in enumerate([True, False, False, True]):
         save_state({"n": value}, path, manifest=has_manifest)
-        assert names(tmp_path) == {"s.ckpt", *([manifest_name("s.ckpt")] if has_manifest else [])}
+        assert names(tmp_path) == {
+            "s.ckpt",
+            *([api.manifest_name("s.ckpt")] if has_manifest else []),
+        }
         assert load_state(path) == {"n": value}
 
 
@@ -185,7 +188,7 @@ def test_file_without_manifest_is_not_written_while_another_process_writes_it(
     tmp_path: Path,
 ) -> None:
     with (
-        Store(tmp_path).lease("s.ckpt"),
+        api.place(tmp_path).lease("s.ckpt"),
         pytest.raises(StoreLocked),
     ):
         save_state(STATE, tmp_path / "s.ckpt", manifest=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in the files of many ranks: what it says, and that nothing else passes for one."""
+"""The index in the files of many ranks: its content, and that nothing else passes for one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.regions import Interval
 from ckptmgr.files.load.shard_pieces import Index, Piece, check_fits, piece_name, read_index
 from ckptmgr.formats.dtypes import BY_NAME

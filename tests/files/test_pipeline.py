@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pipeline puts into a file is the image, byte for byte; when it fails, it leaves nothing running."""
+"""The pipeline writes the image into a file, byte for byte; when it fails, it leaves nothing running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.container.writer import ContainerSealer
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import SM4_BLOCK_BYTES, BlockSealer, open_blocks
 from ckptmgr.files.save import pipeline
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
@@ -30,10 +29,15 @@ from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
 from tests.crypto.lanes import Library, finder
+from tests.support import api
 from tests.support.strategies import named_tensor, tensor_of
 
 _POOL = np.random.default_rng(0).bytes(3 * RANGE_BYTES + 12_345)
-_MODES = {"AES-GCM": Key(bytes(range(32))), "AES-CBC": Key(bytes(24)), "SM4-CBC": Key(bytes(16))}
+_MODES = {
+    "AES-GCM": api.Key(bytes(range(32))),
+    "AES-CBC": api.Key(bytes(24)),
+    "SM4-CBC": api.Key(bytes(16)),
+}
 _RECORD_CONTENT = CHUNK_BYTES - 48
 _SM4_CONTENT = SM4_BLOCK_BYTES
 
@@ -180,7 +184,7 @@ def test_several_saves_in_batches_do_not_wait_for_each_other_forever() -> None:
 
 @pytest.mark.parametrize("sealing", [None, sealer_for, container_for])
 def test_small_file_is_written_when_all_buffers_but_one_are_lent(
-    sealing: Callable[[Image, Key, str], BlockSealer | ContainerSealer] | None,
+    sealing: Callable[[Image, api.Key, str], BlockSealer | ContainerSealer] | None,
 ) -> None:
     image, _ = _image([3 << 20])
     sealer = None if sealing is None else sealing(image, _MODES["AES-GCM"], "AES-GCM")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`verify_after_write`: what the disk does not hold is never published."""
+"""`verify_after_write`: content that the disk does not hold is never published."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_checkpoint
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    SaveFailed,
+    TruncatedError,
+    save_checkpoint,
+)
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import UncachedFile
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import save_run
 from tests.support.surface import Loop
 
-VERIFIED = SaveOptions(verify_after_write=True)
+VERIFIED = api.SaveOptions(verify_after_write=True)
 LARGE = {"w": np.arange(9 << 20, dtype=np.float32)}
 
 
-class Lying(OsFileSystem):
+class Lying(api.OsFileSystem):
     """A disk that gives back other bytes than were written to it.
 
     Attributes:
@@ -37,14 +40,14 @@ class Lying(OsFileSystem):
     flipped: tuple[int, ...] = ()
     missing_bytes = 0
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a file; the page cache still holds what was written."""
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
+        """Open a file; the page cache still holds the written bytes."""
         file = super().open(path)
         return _Wrong(file, self) if is_uncached else file
 
 
 class _Wrong:
-    def __init__(self, file: InputFile, disk: Lying) -> None:
+    def __init__(self, file: api.InputFile, disk: Lying) -> None:
         self._file = file
         self._disk = disk
         self.close = file.close
@@ -62,13 +65,13 @@ class _Wrong:
 
 def test_what_the_disk_holds_is_published(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [1], options=VERIFIED, fs=Lying())
-    manifest = Store(tmp_path).read_manifest(path.name)
+    manifest = api.place(tmp_path).read_manifest(path.name)
     assert manifest is not None
     assert manifest.stats["verify_s"] > 0
 
 
 def names(directory: Path) -> list[str]:
-    """Return what is in a directory, but for the lease of a writer that was not closed."""
+    """Return the names in a directory, but for the lease of a writer that was not closed."""
     return sorted(path.name for path in directory.iterdir() if path.suffix != ".lease")
 
 
@@ -81,7 +84,7 @@ def test_what_the_disk_lost_is_not_published(tmp_path: Path, wrong: dict[str, ob
     with pytest.raises(SaveFailed, match="not those that were written"):
         save_run(tmp_path, [2], options=VERIFIED, fs=disk)
     assert names(tmp_path) == before
-    assert [c.path for c in Store(tmp_path).scan()] == [first]
+    assert [c.path for c in api.listed(tmp_path)] == [first]
 
 
 def test_without_the_option_nobody_reads_back(tmp_path: Path) -> None:
@@ -106,7 +109,7 @@ def test_manager_reads_back_in_every_mode(tmp_path: Path, async_save: bool | str
     config = CheckpointConfig(verify_after_write=True, async_save=async_save)
     with CheckpointManager(tmp_path, config) as manager:
         manager.save(1, {"w": np.zeros(3)})
-    manifest = Store(tmp_path).read_manifest("ckpt-1.ckpt")
+    manifest = api.place(tmp_path).read_manifest("ckpt-1.ckpt")
     assert manifest is not None
     assert "verify_s" in manifest.stats
 
@@ -116,14 +119,14 @@ def test_callback_reads_back(tmp_path: Path) -> None:
     config = CheckpointConfig(verify_after_write=True, saved_network=network)
     callback = ModelCheckpoint("net", str(tmp_path), config)
     Loop((callback,), batch_num=1, network=network).run(1, end=False)
-    manifest = Store(tmp_path).read_manifest("net-1_1.ckpt")
+    manifest = api.place(tmp_path).read_manifest("net-1_1.ckpt")
     assert manifest is not None
     assert "verify_s" in manifest.stats
 
 
 def test_single_file_is_read_back(tmp_path: Path) -> None:
     save_checkpoint({"w": np.zeros(3)}, tmp_path / "x.ckpt", verify_after_write=True)
-    manifest = Store(tmp_path).read_manifest("x.ckpt")
+    manifest = api.place(tmp_path).read_manifest("x.ckpt")
     assert manifest is not None
     assert "verify_s" in manifest.stats
 

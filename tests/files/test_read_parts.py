@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of an open checkpoint is proven, and so is the description that says where it lies."""
+"""Bytes that are read of an open checkpoint are proven, and so is the description of their places."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr import CorruptCheckpoint, save_checkpoint
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.scatter import Placement
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import flip
 
 # Two of them reach into the second range of 16 MiB, whose digest says nothing of the description.
@@ -31,13 +28,13 @@ def saved(tmp_path: Path) -> Path:
 
 
 def read(path: Path, *, is_confirmed: bool) -> np.ndarray:
-    """Return the last elements of what is found under the name "aa"."""
-    store = Store(path.parent)
+    """Return the last elements of the tensor under the name "aa"."""
+    store = api.place(path.parent)
     with closing(store.fs.open(path)) as raw:
         opened: OpenCheckpoint = open_source(
             raw,
             path=str(path),
-            options=ReadOptions(),
+            options=api.reading(),
             manifest=store.read_manifest(path.name),
             is_for_loading=True,
         )
@@ -46,7 +43,7 @@ def read(path: Path, *, is_confirmed: bool) -> np.ndarray:
         found = np.zeros(1000, np.float32)
         offset = entry.pieces[0].offset + entry.spec.size_bytes - found.nbytes
         placement = Placement(offset, found.data.cast("B"))
-        read_parts(opened, [placement], is_confirmed=is_confirmed)
+        opened.read([placement], confirmed=() if is_confirmed else None)
     return found
 
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     ChecksumMismatch,
     CorruptCheckpoint,
@@ -22,19 +21,18 @@ from ckptmgr.core.errors import (
     TamperedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import MapArrays
 from ckptmgr.files.open_checkpoint import CheckpointReader
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.formats.test_mutations import ITEMS
+from tests.support import api
 from tests.support.descriptors import nothing_stays_open
 from tests.support.saved import GOLDEN_FILES, flip, save_run
 from tests.support.stored import image_bytes
@@ -98,7 +96,7 @@ def sliced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file whose tensors lie in pieces of 16 bytes, with its manifest."""
     directory = tmp_path_factory.mktemp("sliced")
     (path,) = save_run(directory, [1], content=ITEMS)
-    manifest = directory / manifest_name(path.name)
+    manifest = directory / api.manifest_name(path.name)
     manifest.unlink()
     path.chmod(0o600)
     path.write_bytes(image_bytes(build_ckpt_image(ITEMS, slice_bytes=16)))
@@ -145,12 +143,12 @@ def test_tensor_costs_the_ranges_it_lies_in(tmp_path: Path, way: str, most: int)
     options, key = WAYS[way]
     path = saved(tmp_path, LARGE, **options)
     source = Counted(path.read_bytes())
-    reading = ReadOptions(trust=Trust(keys=None if key is None else Key(key)))
+    reading = api.reading(keys=None if key is None else api.Key(key))
     opened = open_source(
         source,
         path=str(path),
         options=reading,
-        manifest=Store(tmp_path).read_manifest(path.name),
+        manifest=api.place(tmp_path).read_manifest(path.name),
         is_for_loading=True,
     )
     reader = CheckpointReader(opened)
@@ -172,7 +170,7 @@ def test_flipped_bit_is_never_read_as_a_value(
     state = {"a": np.arange(300.0), "b": np.ones(3, np.float32)}
     path = saved(tmp_path_factory.mktemp("flipped"), state, **options)
     if data.draw(st.booleans(), label="without manifest") and key is not None:
-        path.with_name(manifest_name(path.name)).unlink()
+        api.manifest_of(path).unlink()
     flip(path, data.draw(st.integers(0, path.stat().st_size - 1)))
     with pytest.raises((CorruptCheckpoint, KeyProblem)):
         everything_in(path, key)
@@ -240,9 +238,9 @@ def test_flipped_bit_in_another_name_does_not_keep_a_tensor_from_being_read(rena
 def test_descriptions_are_checked_once(tmp_path: Path) -> None:
     path = saved(tmp_path, LARGE)
     source = Counted(path.read_bytes())
-    manifest = Store(tmp_path).read_manifest(path.name)
+    manifest = api.place(tmp_path).read_manifest(path.name)
     opened = open_source(
-        source, path=str(path), options=ReadOptions(), manifest=manifest, is_for_loading=True
+        source, path=str(path), options=api.reading(), manifest=manifest, is_for_loading=True
     )
     reader = CheckpointReader(opened)
     assert set(reader.names()) == set(LARGE)
@@ -256,7 +254,7 @@ def test_descriptions_are_checked_once(tmp_path: Path) -> None:
 
 def test_sealed_index_is_checked_when_the_file_is_opened(tmp_path: Path) -> None:
     path = saved(tmp_path, LARGE, enc_key=KEY)
-    path.with_name(manifest_name(path.name)).unlink()
+    api.manifest_of(path).unlink()
     flip(path, 16 * MIB + 100)
     with pytest.raises(TamperedCheckpoint):
         open_checkpoint(path, dec_key=KEY)

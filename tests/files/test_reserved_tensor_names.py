@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, UnsupportedState
-from ckptmgr.files.state_file import load_state, save_state
-from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr import CkptmgrError, UnsupportedState, load_state, save_state
+from tests.support import api
 from tests.support.saved import overwrite
 
 OWN = ["ckptmgr.tree", "ckptmgr.tree_crc32", "ckptmgr.pieces", "ckptmgr.data"]
@@ -68,6 +67,6 @@ def test_second_names_are_covered_by_the_manifest_and_by_no_crc(tmp_path: Path) 
     overwrite(path, path.read_bytes().replace(b'"tied":"a"', b'"tide":"a"'))
     with pytest.raises(CkptmgrError):
         load_state(path)
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     loaded: Any = load_state(path)
     np.testing.assert_array_equal(loaded["tied"], values)

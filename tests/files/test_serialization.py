@@ -14,17 +14,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, load_param_into_net, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_checkpoint,
+    load_param_into_net,
+    save_checkpoint,
 )
 from ckptmgr.files.load.network import load_into
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.surface import KEY, bare
 
 MIB = 1 << 20
@@ -40,7 +42,7 @@ def _w(path: Path, **options: Any) -> list[float]:
 def test_save_returns_the_checkpoint_as_it_is_listed(tmp_path: Path) -> None:
     saved = save_checkpoint(_W, tmp_path / "net-2_3.ckpt", append_dict={"step_num": 13})
     assert (saved.path, saved.series, saved.step) == (tmp_path / "net-2_3.ckpt", "net", 13)
-    assert [saved] == Store(tmp_path).scan()
+    assert [saved] == api.listed(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.store.store import Store
+from ckptmgr import ChecksumMismatch, StoreLocked, load_checkpoint, save_checkpoint
 from tests.faults.killed import ROOT, kill_during_write
+from tests.support import api
 
 _RANGE_ITEMS = (16 << 20) // 4
 
@@ -34,7 +32,7 @@ def test_save_while_another_saves_the_same_name_is_refused_and_changes_nothing(
     save_checkpoint({"w": np.ones(1)}, tmp_path / "x.ckpt")
     before = (tmp_path / "x.ckpt").read_bytes()
     with (
-        Store(tmp_path).lease("x.ckpt"),
+        api.place(tmp_path).lease("x.ckpt"),
         pytest.raises(StoreLocked, match="being written by process"),
     ):
         save_checkpoint({"w": np.zeros(1)}, tmp_path / "x.ckpt")
@@ -42,7 +40,7 @@ def test_save_while_another_saves_the_same_name_is_refused_and_changes_nothing(
 
 
 def test_save_of_another_name_in_the_directory_goes_on(tmp_path: Path) -> None:
-    with Store(tmp_path).lease("rank_0.ckpt"):
+    with api.place(tmp_path).lease("rank_0.ckpt"):
         save_checkpoint({"w": np.zeros(1)}, tmp_path / "rank_1.ckpt")
     assert set(load_checkpoint(tmp_path / "rank_1.ckpt")) == {"w"}
 
@@ -148,8 +146,8 @@ def test_lock_on_a_file_that_its_holder_removed_is_taken_anew(
         flock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock_after_removal)
-    with OsFileSystem().lock(path, owner="me") as holder:
+    with api.OsFileSystem().lock(path, owner="me") as holder:
         assert holder is None
         assert path.read_text() == "me"
-        with OsFileSystem().lock(path, owner="you") as other:
+        with api.OsFileSystem().lock(path, owner="you") as other:
             assert other == "me"

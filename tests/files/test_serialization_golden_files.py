@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import load_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     ChecksumMismatch,
     CkptmgrError,
     CorruptCheckpoint,
@@ -23,6 +22,7 @@ from ckptmgr.core.errors import (
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
 )
 from tests.support.stored import StoredItem
 from tests.support.surface import GOLDEN, comparable, recorded

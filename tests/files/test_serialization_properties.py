@@ -19,20 +19,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import (
+    Checkpoint,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.job import SaveOrder, draft_entry
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.stored import Stored, StoredItem
 from tests.support.strategies import ckpt_items, item_name, safetensors_items
 from tests.support.surface import KEY, comparable, everything_said, shows
@@ -68,9 +70,9 @@ _KINDS = [
 
 
 def _save(directory: Path, kind: _Kind, items: Sequence[Item]) -> Checkpoint:
-    key = None if kind.mode is None else Key(KEY)
-    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
-    options = SaveOptions(
+    key = None if kind.mode is None else api.Key(KEY)
+    store = api.place(directory, keys=key, allow_unencrypted=True)
+    options = api.SaveOptions(
         format=kind.format, key=key, mode=kind.mode or "AES-GCM", has_crc=kind.crc
     )
     manifest = save_items(
@@ -80,7 +82,7 @@ def _save(directory: Path, kind: _Kind, items: Sequence[Item]) -> Checkpoint:
             items=items,
             options=options,
             series="x",
-            draft=Manifest(
+            draft=api.Manifest(
                 file=draft_entry(kind.name, options),
                 series="x",
                 run_id="",
@@ -159,7 +161,7 @@ _STATE = {
 _ALLOWED = (CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint)
 
 
-def _stored_file(directory: Path, kind: _Kind) -> tuple[bytes, Manifest]:
+def _stored_file(directory: Path, kind: _Kind) -> tuple[bytes, api.Manifest]:
     """Save the small state; return the file and its manifest."""
     save_checkpoint(
         _STATE,
@@ -169,18 +171,18 @@ def _stored_file(directory: Path, kind: _Kind) -> tuple[bytes, Manifest]:
         enc_mode=kind.mode or "AES-GCM",
         crc_check=kind.crc,
     )
-    manifest = Store(directory).read_manifest(kind.name)
+    manifest = api.place(directory).read_manifest(kind.name)
     assert manifest is not None
     return (directory / kind.name).read_bytes(), manifest
 
 
-def _read(data: bytes, kind: _Kind, manifest: Manifest | None) -> dict[str, StoredItem]:
+def _read(data: bytes, kind: _Kind, manifest: api.Manifest | None) -> dict[str, StoredItem]:
     """Load bytes as `load_checkpoint` loads a file of that name."""
-    key = None if kind.mode is None else Key(KEY)
+    key = None if kind.mode is None else api.Key(KEY)
     opened = open_source(
         BytesSource(data),
         path=f"/runs/{kind.name}",
-        options=ReadOptions(trust=Trust(keys=key), mode=kind.mode),
+        options=api.reading(keys=key, mode=kind.mode),
         manifest=manifest,
     )
     return comparable(read_values(opened, check_crc=kind.crc))
@@ -199,7 +201,7 @@ def _cuts(data: bytes) -> Iterator[bytes]:
 
 
 def _outcomes(
-    damaged: Iterator[bytes], kind: _Kind, manifest: Manifest | None
+    damaged: Iterator[bytes], kind: _Kind, manifest: api.Manifest | None
 ) -> Iterator[dict[str, StoredItem] | CkptmgrError]:
     """Yield what each damaged file reads to; any other exception than ours ends the test."""
     for data in damaged:
@@ -230,7 +232,7 @@ def test_damaged_file_without_manifest_is_an_error_where_anything_vouches_for_it
             _assert_told(outcome, kind)
             errors += 1
         elif is_vouched:
-            # The CRC of safetensors covers names and contents; of the header only what they need.
+            # The CRC of safetensors covers names and contents; of the header only the fields that they need.
             assert kind.format == "safetensors"
             assert outcome == whole
     assert errors > 0
@@ -297,6 +299,6 @@ def test_wrong_key_without_a_manifest_is_a_key_problem(kind: _Kind, tmp_path: Pa
         open_source(
             BytesSource(data),
             path="/runs/x.ckpt",
-            options=ReadOptions(trust=Trust(keys=Key(_OTHER_KEY)), mode=kind.mode),
+            options=api.reading(keys=api.Key(_OTHER_KEY), mode=kind.mode),
         )
     assert not shows(everything_said(caught.value), _OTHER_KEY)

@@ -18,13 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointFileNotFound,
     KeyProblem,
     UnprovenCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.files.load.network import load_into
 from ckptmgr.formats.dtypes import BY_NAME

@@ -11,19 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_checkpoint, save_state
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CheckpointNotFound,
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
+    StateMismatch,
     UnprovenCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
+    load_state,
+    save_checkpoint,
+    save_state,
 )
-from ckptmgr.state.paths import StateMismatch
-from ckptmgr.store.manifest.codec import manifest_name
+from tests.support import api
 from tests.support.saved import overwrite
 
 KEY, OTHER_KEY = bytes(range(16)), bytes(range(16, 32))
@@ -58,7 +62,7 @@ def state(value: float = 1.0) -> dict[str, Any]:
 
 def without_manifest(path: Path) -> Path:
     """Remove the manifest of a file; return the file."""
-    path.with_name(manifest_name(path.name)).unlink()
+    api.manifest_of(path).unlink()
     return path
 
 
@@ -78,7 +82,7 @@ def test_nested_state_comes_back_from_its_one_path(
     path = tmp_path / name
     saved = save_state(state(1), path, enc_key=key)
     assert saved.path == path
-    assert {one.name for one in tmp_path.iterdir()} == {name, manifest_name(name)}
+    assert {one.name for one in tmp_path.iterdir()} == {name, api.manifest_name(name)}
     if not has_manifest:
         without_manifest(path)
     target = state(2)
@@ -100,7 +104,7 @@ def test_state_without_a_target_is_built_anew(tmp_path: Path) -> None:
 def test_facts_of_a_save_are_in_the_listing(tmp_path: Path) -> None:
     saved = save_state({"n": 1}, tmp_path / "s.ckpt", step=7, epoch=2, metrics={"loss": 0.5})
     assert (saved.step, saved.epoch, dict(saved.metrics)) == (7, 2, {"loss": 0.5})
-    manifest = json.loads((tmp_path / manifest_name("s.ckpt")).read_text())
+    manifest = json.loads((tmp_path / api.manifest_name("s.ckpt")).read_text())
     assert (manifest["step"], manifest["metrics"]) == (7, {"loss": 0.5})
 
 

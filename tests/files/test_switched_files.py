@@ -10,17 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import CkptmgrError, load_checkpoint, save_checkpoint
 from ckptmgr.files.load.open import open_source
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.maintenance.convert import decrypt_file
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import KEY as SAVED_KEY
 from tests.support.saved import save_run
 
@@ -55,7 +49,7 @@ def test_other_save_that_hides_during_the_checks_is_refused(
         ).path
         for name, value in (("described", 1.0), ("other", 2.0))
     )
-    store = Store(tmp_path, trust=Trust(keys=Key(KEY)))
+    store = api.place(tmp_path, keys=api.Key(KEY))
     manifest = store.read_manifest(described.name)
     messages = []
     for start in range(14):
@@ -66,7 +60,7 @@ def test_other_save_that_hides_during_the_checks_is_refused(
                     open_source(
                         source,
                         path=described.name,
-                        options=ReadOptions(trust=Trust(keys=Key(KEY))),
+                        options=api.reading(keys=api.Key(KEY)),
                         manifest=manifest,
                         is_for_loading=is_for_loading,
                     )
@@ -104,7 +98,7 @@ def test_file_that_becomes_another_save_while_it_is_decrypted_gives_nothing_of_i
         source.write_bytes(described)
         left, target = count, tmp_path / f"{count}.{format}"
         with contextlib.suppress(CkptmgrError):
-            decrypt_file(source, target, options=ReadOptions(trust=Trust(keys=Key(KEY))))
+            decrypt_file(source, target, options=api.reading(keys=api.Key(KEY)))
             values.append(float(np.asarray(load_checkpoint(target)["w"])[0]))
     assert set(values) == {1.0}
     assert len(values) < 30
@@ -114,7 +108,7 @@ def test_target_says_what_the_manifest_said_that_vouched_for_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (source,) = save_run(
-        tmp_path, [10], options=SaveOptions(key=SAVED_KEY), metrics={10: {"loss": 0.5}}
+        tmp_path, [10], options=api.SaveOptions(key=SAVED_KEY), metrics={10: {"loss": 0.5}}
     )
     system_open = os.open
 
@@ -122,11 +116,9 @@ def test_target_says_what_the_manifest_said_that_vouched_for_the_source(
         path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> int:
         if path == source:
-            source.with_name(manifest_name(source.name)).unlink(missing_ok=True)
+            api.manifest_of(source).unlink(missing_ok=True)
         return system_open(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", without_manifest)
-    done = decrypt_file(
-        source, tmp_path / "p.ckpt", options=ReadOptions(trust=Trust(keys=SAVED_KEY))
-    )
+    done = decrypt_file(source, tmp_path / "p.ckpt", options=api.reading(keys=SAVED_KEY))
     assert dict(done.target.metrics) == {"loss": 0.5}

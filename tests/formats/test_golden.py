@@ -13,13 +13,9 @@ from typing import Any
 
 import pytest
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.dtypes import BY_MINDSPORE, BY_NAME
-from ckptmgr.formats.errors import (
-    ChecksumError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-)
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource

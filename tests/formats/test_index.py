@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError
+from ckptmgr.formats.errors import ChecksumError, FormatError
 from ckptmgr.formats.index import READ_BYTES, ContentRun, TensorEntry, check_crc, read_tensor_into
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import TensorSpec

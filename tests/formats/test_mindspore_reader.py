@@ -9,12 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.formats.errors import (
-    ChecksumError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-)
+from ckptmgr import TruncatedError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.file_crc import crc32, encode_trailer
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
 from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_TEXT_BYTES
@@ -281,7 +277,7 @@ def test_error_names_the_tensor_and_its_offset() -> None:
 
 def test_huge_claim_in_a_small_file_allocates_nothing() -> None:
     data = record("w", tensor_message(2**31 - 1, content=b"\0", type_name=b"UInt8"))
-    read_ckpt(W)  # what it imports stays
+    read_ckpt(W)  # its imports stay
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):

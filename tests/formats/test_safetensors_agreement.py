@@ -81,7 +81,7 @@ def damage(draw: st.DrawFn, header: dict[str, Any]) -> None:
 
 
 def of_library(path: Path) -> dict[str, Any] | None:
-    """Return what the stock library reads, or None if it refuses the file."""
+    """Return the result of the stock library, or None if it refuses the file."""
     try:
         with safetensors.safe_open(path, "np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

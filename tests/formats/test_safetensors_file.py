@@ -12,8 +12,9 @@ import safetensors.numpy
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.index import READ_BYTES
 from ckptmgr.formats.safetensors_file import (
     build_safetensors_image,

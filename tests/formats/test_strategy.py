@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.formats.errors import FormatError, TruncatedError
+from ckptmgr import TruncatedError
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from ckptmgr.formats.strategy import (
     MAX_DEVICES,

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.dtypes import BY_NAME, DTYPES, dtype_of
-from ckptmgr.formats.errors import FormatError, TruncatedError, UnsupportedError
+from ckptmgr.formats.errors import FormatError, UnsupportedError
 from ckptmgr.formats.file_crc import BodyCrc, crc32, crc32_combine, decode_trailer, encode_trailer
 from ckptmgr.formats.image import Extent, Image, LateHead
 from ckptmgr.formats.source import BytesSource, read_bytes

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.formats.errors import FormatError, TruncatedError
+from ckptmgr import TruncatedError
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.mindspore.wire import (
     WireReader,
     encode_bytes_field,

@@ -12,12 +12,13 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import TruncatedError
 from ckptmgr.formats.compressed.packer import FramePacker
-from ckptmgr.formats.compressed.plan import DataRun, PlannedFrame, plan_frames, runs_of
+from ckptmgr.formats.compressed.plan import ElementRun, PlannedFrame, plan_frames, runs_of
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, STORED, ZSTD
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import tensor_from_array
@@ -32,7 +33,7 @@ from tests.formats.zstd_files import (
 
 WEIGHTS = (np.random.default_rng(0).standard_normal(3000) * 0.02).astype(np.float32)
 RAW = WEIGHTS.tobytes()
-PLAN = plan_frames([DataRun("header", 1, 100), DataRun("float32", 4, 11_900)])
+PLAN = plan_frames([ElementRun("header", 1, 100), ElementRun("float32", 4, 11_900)])
 GIB = 1 << 30
 
 
@@ -58,7 +59,7 @@ def test_frames_written_in_any_order_expand_to_the_same_bytes() -> None:
 def test_any_part_of_any_file_reads_back(
     runs: list[tuple[int, int]], seed: int, spread: int, data: st.DataObject
 ) -> None:
-    plan = plan_frames([DataRun(f"t{item}", item, item * count) for item, count in runs])
+    plan = plan_frames([ElementRun(f"t{item}", item, item * count) for item, count in runs])
     size = sum(item * count for item, count in runs)
     raw = np.random.default_rng(seed).integers(0, spread, size, np.uint8).tobytes()
     source = open_frames(BytesSource(compressed(raw, plan)))
@@ -116,13 +117,13 @@ def test_unknown_level_is_refused(level: int) -> None:
 def test_large_tensor_has_frames_of_its_own_and_small_ones_share() -> None:
     plan = plan_frames(
         [
-            DataRun("header", 1, 80),
-            DataRun("int64", 8, 64),
-            DataRun("float32", 4, 5 << 20),
-            DataRun("float32", 4, 400),
-            DataRun("int32", 4, 40),
-            DataRun("float16", 2, 0),
-            DataRun("bfloat16", 2, 20),
+            ElementRun("header", 1, 80),
+            ElementRun("int64", 8, 64),
+            ElementRun("float32", 4, 5 << 20),
+            ElementRun("float32", 4, 400),
+            ElementRun("int32", 4, 40),
+            ElementRun("float16", 2, 0),
+            ElementRun("bfloat16", 2, 20),
         ]
     )
     assert [(one.size, one.label) for one in plan] == [
@@ -144,7 +145,7 @@ def test_large_tensor_has_frames_of_its_own_and_small_ones_share() -> None:
 
 
 def test_small_tensors_fill_a_frame_and_go_on_in_the_next() -> None:
-    plan = plan_frames([DataRun("float32", 4, 1_000_000)] * 5)
+    plan = plan_frames([ElementRun("float32", 4, 1_000_000)] * 5)
     assert [one.size for one in plan] == [4_000_000, 1_000_000]
 
 
@@ -174,7 +175,9 @@ def test_kind_is_told_from_the_first_bytes() -> None:
 
 def test_every_flipped_bit_is_an_error() -> None:
     small = np.arange(60, dtype=np.int32).tobytes()
-    file = compressed(small, plan_frames([DataRun("header", 1, 40), DataRun("int32", 4, 200)]))
+    file = compressed(
+        small, plan_frames([ElementRun("header", 1, 40), ElementRun("int32", 4, 200)])
+    )
     for position in range(len(file)):
         damaged = bytearray(file)
         damaged[position] ^= 1 << position % 8
@@ -184,7 +187,7 @@ def test_every_flipped_bit_is_an_error() -> None:
 
 def test_every_cut_is_an_error() -> None:
     small = np.arange(60, dtype=np.int32).tobytes()
-    file = compressed(small, plan_frames([DataRun("int32", 4, 240)]))
+    file = compressed(small, plan_frames([ElementRun("int32", 4, 240)]))
     for length in range(len(file)):
         with pytest.raises(FormatError):
             expanded(file[:length])

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each of the real ranks of an engine does: resume, train, save every step, and at the last one lose rank 1.
 
-`python -m tests.integrations.engine_job PLAN`, where the plan is JSON; every rank writes what it has seen to a file.
+`python -m tests.integrations.engine_job PLAN`, where the plan is JSON; every rank writes its observations to a file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the ranks are to do.
+    """The plan of the ranks.
 
     Attributes:
         engine: `jax`, `mpi` or `mindspore`.
-        directory: Gets the checkpoints, and what the ranks have seen.
+        directory: Gets the checkpoints, and the observations of the ranks.
         until: The last step.
         ending: What rank 1 does instead of saving the last step: `killed`, `leaves`; empty to save it.
         address: Where JAX meets.
@@ -45,12 +45,12 @@ class Plan:
         return [sys.executable, "-m", "tests.integrations.engine_job", json.dumps(asdict(self))]
 
     def told(self, rank: int) -> dict[str, object]:
-        """Return what a rank has seen."""
+        """Return the observations of a rank."""
         found: dict[str, object] = json.loads(self._report(rank).read_text())
         return found
 
     def tell(self, rank: int, seen: dict[str, object]) -> None:
-        """Leave what a rank has seen."""
+        """Leave the observations of a rank."""
         self._report(rank).write_text(json.dumps(seen))
 
     def _report(self, rank: int) -> Path:

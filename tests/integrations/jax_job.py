@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process of JAX does: hold arrays on many devices, save them; or resume into arrays that are cut another way.
+"""A process of JAX: hold arrays on many devices, save them; or resume into arrays that are cut another way.
 
 `jax_job.py DIRECTORY save|load RANK WORLD PORT`, with two devices a process; prints one line of JSON.
 """

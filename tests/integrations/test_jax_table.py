@@ -11,7 +11,7 @@ from ckptmgr.integrations.jax_distributed import _Table  # noqa: E402
 
 
 class Client:
-    """Says what the client of JAX says."""
+    """Answers as the client of JAX."""
 
     def __init__(self, *, most_bytes: int = 1 << 20) -> None:
         self.values: dict[str, bytes] = {}

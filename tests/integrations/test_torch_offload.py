@@ -26,7 +26,7 @@ from ckptmgr.engine.budget import Ledger  # noqa: E402
 from ckptmgr.formats.tensor import Tensor  # noqa: E402
 from ckptmgr.integrations.torch_offload import SavedTensorOffload  # noqa: E402
 from ckptmgr.state.arrays import to_tensor  # noqa: E402
-from ckptmgr.state.items import Part  # noqa: E402
+from ckptmgr.state.items import TensorPart  # noqa: E402
 from ckptmgr.state.torch_cuda import CudaMemory  # noqa: E402
 from tests.support.descriptors import nothing_stays_open  # noqa: E402
 from tests.support.staging_memory import filled  # noqa: E402
@@ -262,7 +262,7 @@ def test_cuda_memory_brings_no_arrays_of_others() -> None:
 
 def test_cuda_memory_settles_tensors_of_the_host_at_once() -> None:
     whole = to_tensor("w", torch.ones(3))
-    part = Tensor(spec=whole.spec, content=Part(whole=whole, start=0, stop=4))
+    part = Tensor(spec=whole.spec, content=TensorPart(whole=whole, start=0, stop=4))
     CudaMemory().synchronize([whole, part, filled("a", 3)])
 
 

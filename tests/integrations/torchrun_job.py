@@ -14,7 +14,8 @@ from pathlib import Path
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.rank_commit import together
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store
 from tests.support.crashmodel import FailingDisk
@@ -34,13 +35,12 @@ def main(directory: Path) -> None:
     for step, space_bytes in ((1, None), (2, 100 if coordinator.rank == 3 else None)):
         disk = FailingDisk(OsFileSystem(), space_bytes=space_bytes)
         store = Store(directory, clock=time.time, fs=disk)
-        writer = RankWriter(
+        writer = SeriesWriter(
             store,
             f"run{step}",
-            coordinator=coordinator if step == 1 else group_coordinator(),
+            commit=together(coordinator if step == 1 else group_coordinator(), timeout_s=60),
             options=SaveOptions(),
             clock=time.time,
-            timeout_s=60,
         )
         flat = tree.flatten({"weights": weights, "rank": coordinator.rank})
         try:

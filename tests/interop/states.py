@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random states, and how to put them into MindSpore, save them there and compare what comes back.
+"""Random states, and how to put them into MindSpore, save them there and compare the result.
 
 `mindspore` is imported inside the functions: the module can be imported where MindSpore is missing.
 """

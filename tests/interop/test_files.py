@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files go both ways: what we write MindSpore 2.10 loads to the same bits, and what it writes we do."""
+"""Files go both ways: MindSpore 2.10 loads ours to the same bits, and we load its files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CorruptCheckpoint, UnsealedCheckpoint
+from ckptmgr import CorruptCheckpoint, UnsealedCheckpoint, load_checkpoint, save_checkpoint
 from tests.interop.states import (
     ENCRYPTED,
     ENCRYPTED_WITH_CRC,

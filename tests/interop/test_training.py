@@ -22,7 +22,7 @@ OURS, THEIRS = ckptmgr, mindspore.train
 
 
 class _StoppedError(Exception):
-    """What the user's code raises."""
+    """An error of the user's code."""
 
 
 def _stop(_: object) -> None:

@@ -96,7 +96,7 @@ def test_version_2_beside_version_1_is_read_where_it_is_mounted(tree: Tree) -> N
     tree.groups.write_text("1:cpu:/\n0::/job\n")
     tree.put("unified/job", **group_v2(f"{700 * MIB}\n", 100 * MIB))
     tree.put("cpu")
-    (tree.root / "memory.max").write_text("1\n")  # of no group: nothing states what is in use
+    (tree.root / "memory.max").write_text("1\n")  # of no group: nothing states the memory in use
     assert tree.memory() in (600 * MIB, None)
 
 

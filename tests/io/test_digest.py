@@ -6,7 +6,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import ChecksumMismatch, TruncatedCheckpoint
+from ckptmgr import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.digest import FileDigest, VerifyingSource, digest_of
 

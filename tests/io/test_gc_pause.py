@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collector rests in a pause, and afterwards does what it did before."""
+"""The collector rests in a pause, and afterwards works as before."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses, describe_owner, hold_lease, lease_path, series_tag
 from tests.support.failingdisk import FailingDisk

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, save_checkpoint
-from ckptmgr.core.errors import StoreLocked
+from ckptmgr import CheckpointManager, StoreLocked, save_checkpoint
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.leases import ProcProcesses, holders_in, lease_path, new_owner_text
 from ckptmgr.store.store import Store

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Single tensors out of an object store: what a read costs in requests and bytes, and that nothing wrong comes out."""
+"""Single tensors out of an object store: the cost of a read in requests and bytes, and that nothing wrong comes out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import RangeSource, open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CkptmgrError,
     KeyProblem,
+    RangeSource,
     TamperedCheckpoint,
     TruncatedCheckpoint,
+    TruncatedError,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance import convert
 
@@ -31,7 +33,7 @@ HEAD = 128 * 1024
 
 
 class Bucket:
-    """An object store that notes what it is asked for."""
+    """An object store that notes its requests."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

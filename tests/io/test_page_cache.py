@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import TruncatedError, load_checkpoint, save_checkpoint
 from ckptmgr.io.byte_counters import counting
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.filesystem import InputFile
@@ -114,7 +113,7 @@ def test_cached_file_stays_cached(path: Path, file: InputFile) -> None:
 
 
 class Counting(CachedFile):
-    """Counts what is read through the page cache."""
+    """Counts reads through the page cache."""
 
     count = 0
 
@@ -252,7 +251,7 @@ def test_checkpoint_is_loaded_by_one_or_by_many(
 
 
 class Noting(CachedFile):
-    """Notes what the kernel is asked to look up."""
+    """Notes the lookups of the kernel."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is foretold of small reads: where they go on as they did, and nothing where they do not."""
+"""Prediction of small reads: where they go on as they did, and nothing where they do not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGES = (4 * KIB).__mul__
 
 
 def foretold(offsets: list[int]) -> list[tuple[int, ...]]:
-    """Return what is foretold at each of some reads."""
+    """Return the prediction at each of some reads."""
     predictor = ReadAheadPredictor()
     return [predictor.next_reads(offset) for offset in offsets]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals that are held back: Ctrl-C comes when nothing is half done, and never gets lost."""
 
-# ruff: noqa: PT012  where in a block it is raised is what is tested
+# ruff: noqa: PT012  the test is where in a block it is raised
 
 from __future__ import annotations
 

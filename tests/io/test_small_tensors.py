@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CorruptCheckpoint
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+from ckptmgr import CorruptCheckpoint, load_checkpoint, save_checkpoint
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.index import ContentRun, TensorEntry
 from ckptmgr.formats.source import BytesSource

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import ChecksumMismatch
+from ckptmgr import ChecksumMismatch
 from ckptmgr.formats.file_crc import TRAILER_BYTES
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
@@ -24,7 +24,7 @@ DIGEST = digest_of(BytesSource(CONTENT))
 
 
 class Watched(BytesSource):
-    """Remembers what was read."""
+    """Remembers its reads."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)

@@ -57,7 +57,7 @@ def test_handler_that_replaced_ours_stays() -> None:
     watch.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     signal.signal(signal.SIGTERM, ours)
-    again = StopWatch()  # finds its handler, and what it replaced the first time
+    again = StopWatch()  # finds its handler, and the one that it replaced the first time
     again.close()
 
 

@@ -26,7 +26,7 @@ class Model(lightning.LightningModule):  # type: ignore[misc]
         self.drawn = nn.Buffer(torch.zeros(1))
 
     def on_fit_start(self) -> None:
-        """Draw what an uncut run draws once."""
+        """Draw the number that an uncut run draws once."""
         torch.rand(3)
 
     def on_train_epoch_start(self) -> None:

@@ -166,7 +166,7 @@ def run(folder: Path, name: str, **cut: Any) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Carry out all runs in one cluster, and note what they returned."""
+    """Carry out all runs in one cluster, and note their results."""
     ray.init(
         num_cpus=2,
         include_dashboard=False,

@@ -234,7 +234,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
 
 
 def counted(directory: Path, epochs: int, **options: Any) -> Any:
-    """Train with callbacks that wait two epochs; return what they count, and the rate."""
+    """Train with callbacks that wait two epochs; return their counts, and the rate."""
     from keras.callbacks import EarlyStopping, ReduceLROnPlateau
 
     plateau = ReduceLROnPlateau("loss", min_delta=100.0, patience=2)

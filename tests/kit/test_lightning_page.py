@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the page about Lightning says beside the cuts: `make kit FRAMEWORK=lightning`."""
+"""Statements of the page about Lightning beside the cuts: `make kit FRAMEWORK=lightning`."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Signalled(BoringModel):  # type: ignore[misc]
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A job of Slurm, whose `scontrol` notes what it is asked for."""
+    """A job of Slurm, whose `scontrol` notes its requests."""
     script = tmp_path / "bin" / "scontrol"
     script.parent.mkdir()
     script.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')

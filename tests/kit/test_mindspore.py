@@ -253,7 +253,7 @@ def test_optimizer_goes_on_with_its_slots_and_its_step(tmp_path: Path) -> None:
 
 
 class _BrokenError(Exception):
-    """What the user's code raises."""
+    """An error of the user's code."""
 
 
 def broken(run_context: Any) -> None:

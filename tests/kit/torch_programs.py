@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Programs with plain torch for the kit: what the example has, and workers, a scaler and an EMA."""
+"""Programs with plain torch for the kit: the example, and workers, a scaler and an EMA."""
 
 from __future__ import annotations
 

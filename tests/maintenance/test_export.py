@@ -26,9 +26,9 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import MapTensors, Tensor, TensorSpec, tensor_from_array
+from tests.support import api
 from tests.support.saved import flip, items, save_run
 
 KEY = bytes(range(32))
@@ -344,7 +344,7 @@ def test_failed_swap_leaves_the_earlier_export(
 
 
 def test_signed_checkpoint_is_exported_for_those_who_trust_the_signer(tmp_path: Path) -> None:
-    signer, other = (SigningKey(bytes([n]) * 32) for n in (1, 2))
+    signer, other = (api.SigningKey(bytes([n]) * 32) for n in (1, 2))
     path = save_state(STATE, tmp_path / "net.safetensors", signing_key=signer).path
     export_weights(path, tmp_path / "out", trusted_keys=[signer.public_key])
     with pytest.raises(KeyProblem):

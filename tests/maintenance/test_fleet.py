@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ckptmgr import CheckpointNotFound, KeyProblem
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.maintenance.fleet import combined, parts_of, verify_part
 from ckptmgr.maintenance.past_checks import FOLDER_NAME
 from tests.cli.running import key_file, run
+from tests.support import api
 from tests.support.foreign import deepspeed_run
 from tests.support.saved import KEY, flip, save_run
 
@@ -65,7 +65,7 @@ def test_results_are_kept_for_ls(tmp_path: Path) -> None:
 def test_key_travels_as_its_source_and_is_read_by_the_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_run(tmp_path / "run", [10], options=SaveOptions(key=KEY))
+    save_run(tmp_path / "run", [10], options=api.SaveOptions(key=KEY))
     for source in (key_file(tmp_path), "env:OF_THE_WORKER"):
         (task,) = parts_of(tmp_path / "run", 1, key=source)
         carried = pickle.dumps(task)

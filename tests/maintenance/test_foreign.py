@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recognising the checkpoints of other tools: which are whole, and what is wrong with the others."""
+"""Recognising the checkpoints of other tools: which are whole, and the defects of the others."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem
-from ckptmgr.maintenance.foreign import trash
+from ckptmgr import UnsafePrune, parse_policy
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.listing import list_foreign, runs_below
-from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
-from ckptmgr.maintenance.verdict import Status, Verification
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
+from ckptmgr.maintenance.foreign.place import ForeignPlace
+from ckptmgr.maintenance.prune import undo
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import any_run, deepspeed_run, golden_run, megatron_run, write_archive
+from tests.support.pruning import carry_out, foreign_place, propose
 
 NOW = datetime(2100, 1, 1, tzinfo=UTC)
 
 
 def problems(directory: Path) -> dict[str, str | None]:
-    found = list_foreign(OsFileSystem(), directory).checkpoints
+    found = list_foreign(api.OsFileSystem(), directory).checkpoints
     return {one.checkpoint.name: one.checkpoint.problem for one in found}
 
 
 def tools(directory: Path) -> set[str]:
-    return set(list_foreign(OsFileSystem(), directory).tools)
+    return set(list_foreign(api.OsFileSystem(), directory).tools)
 
 
 def write(path: Path, text: str) -> None:
@@ -128,7 +126,7 @@ def test_checkpoint_newer_than_the_tracker_is_incomplete(tmp_path: Path) -> None
 def test_release_of_megatron_is_what_its_tracker_names(tmp_path: Path) -> None:
     write_archive(tmp_path / "release/mp_rank_00/model_optim_rng.pt")
     write(tmp_path / "latest_checkpointed_iteration.txt", "release")
-    (one,) = list_foreign(OsFileSystem(), tmp_path).checkpoints
+    (one,) = list_foreign(api.OsFileSystem(), tmp_path).checkpoints
     assert (one.checkpoint.has_step, one.named_by) == (
         False,
         ("latest_checkpointed_iteration.txt",),
@@ -183,7 +181,7 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     write(run / "checkpoint-4/trainer_state.json", json.dumps(state))
     by_name = {
         one.checkpoint.name: one.checkpoint.metrics
-        for one in list_foreign(OsFileSystem(), run).checkpoints
+        for one in list_foreign(api.OsFileSystem(), run).checkpoints
     }
     assert by_name["checkpoint-4"] == {"eval_f1": 0.5}
 
@@ -193,14 +191,14 @@ def test_best_one_stays_protected_where_the_newest_is_not_whole(tmp_path: Path) 
     (run / "checkpoint-6/model.safetensors").unlink()
     state = {"global_step": 4, "best_model_checkpoint": "elsewhere/checkpoint-2"}
     write(run / "checkpoint-4/trainer_state.json", json.dumps(state))
-    found = list_foreign(OsFileSystem(), run).checkpoints
+    found = list_foreign(api.OsFileSystem(), run).checkpoints
     assert [one.checkpoint.step for one in found if one.named_by] == [2, 4]
 
 
 def test_text_that_is_too_large_or_none_is_no_note(tmp_path: Path) -> None:
     run = deepspeed_run(tmp_path / "run")
     (run / "latest").write_bytes(b"\xff\xfe")
-    (pointer,) = list_foreign(OsFileSystem(), run).pointers["deepspeed"]
+    (pointer,) = list_foreign(api.OsFileSystem(), run).pointers["deepspeed"]
     assert pointer.target is None
 
 
@@ -209,40 +207,45 @@ def test_runs_below_are_found_where_tools_put_them(tmp_path: Path) -> None:
     write(tmp_path / ".cache/net-1_1.ckpt", "x")
     write(tmp_path / "own/net-1_1.ckpt", "x")
     write(tmp_path / "own/net-1_1.ckpt.manifest.json", "x")
-    runs, is_all = runs_below(OsFileSystem(), tmp_path)
+    runs, is_all = runs_below(api.OsFileSystem(), tmp_path)
     found = [(run.path.name, run.count, run.tools) for run in runs]
     assert found == [("checkpoints", 3, ("lightning",)), ("own", 1, ())]
     assert is_all
 
 
-def verified(directory: Path, name: str, fs: FileSystem | None = None) -> Verification:
-    disk = OsFileSystem()
+def verified(directory: Path, name: str, fs: api.FileSystem | None = None) -> api.Verification:
+    disk = api.OsFileSystem()
     found = list_foreign(disk, directory).checkpoints
     (one,) = [one for one in found if one.checkpoint.name == name]
     return verify_foreign(fs or disk, one)
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(errno.EACCES, Status.UNREADABLE), (errno.EIO, Status.DAMAGED)]
+    ("error", "status"), [(errno.EACCES, api.Status.UNREADABLE), (errno.EIO, api.Status.DAMAGED)]
 )
 def test_error_of_the_disk_is_damage_only_where_the_medium_failed(
-    error: int, status: Status, tmp_path: Path
+    error: int, status: api.Status, tmp_path: Path
 ) -> None:
     run = golden_run("transformers", tmp_path / "run")
-    disk = FailingDisk(OsFileSystem(), error=error, operation="open", call=1, is_lasting=True)
+    disk = FailingDisk(api.OsFileSystem(), error=error, operation="open", call=1, is_lasting=True)
     answer = verified(run, "checkpoint-4", disk)
     assert answer.status is status
-    assert (answer.obstacle is None) == (status is Status.DAMAGED)
+    assert (answer.obstacle is None) == (status is api.Status.DAMAGED)
 
 
 def test_prune_stops_where_the_newest_cannot_be_read_now(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
-    listing = list_foreign(OsFileSystem(), run)
+    listing = list_foreign(api.OsFileSystem(), run)
     disk = FailingDisk(
-        OsFileSystem(), error=errno.EACCES, operation="open", call=1, is_lasting=True
+        api.OsFileSystem(), error=errno.EACCES, operation="open", call=1, is_lasting=True
     )
     with pytest.raises(PermissionError):
-        propose_foreign(Store(run, fs=disk), listing, parse_policy("last(1)"), now=NOW)
+        propose(
+            ForeignPlace(api.place(run, fs=disk), listing),
+            parse_policy("last(1)"),
+            now=NOW,
+            found=[one.checkpoint for one in listing.checkpoints],
+        )
 
 
 def test_files_that_cannot_be_checked_are_named(tmp_path: Path) -> None:
@@ -270,15 +273,18 @@ def test_empty_archive_is_damage(tmp_path: Path) -> None:
     run = golden_run("transformers", tmp_path / "run")
     (run / "checkpoint-4/optimizer.pt").write_bytes(b"")
     answer = verified(run, "checkpoint-4")
-    assert (answer.status, answer.problems) == (Status.DAMAGED, ("optimizer.pt: an empty file",))
+    assert (answer.status, answer.problems) == (
+        api.Status.DAMAGED,
+        ("optimizer.pt: an empty file",),
+    )
 
 
 def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
-    store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
+    store = api.place(run)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
     (run / "step-2").rename(run / "step-3")
-    outcome = carry_out_foreign(store, proposal)
+    outcome = carry_out(foreign_place(store), proposal)
     assert isinstance(outcome.failures[0], UnsafePrune)
     assert (run / "step-1").exists()
 
@@ -286,20 +292,19 @@ def test_plan_is_not_carried_out_in_another_directory(tmp_path: Path) -> None:
 def test_trash_that_is_a_file_or_a_link_is_refused(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     (run / ".ckptmgr-trash-foreign").touch()
-    store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    outcome = carry_out_foreign(store, proposal)
+    store = api.place(run)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    outcome = carry_out(foreign_place(store), proposal)
     assert isinstance(outcome.failures[0], UnsafePrune)
     assert (run / "step-1").exists()
 
 
 def test_two_prunes_at_one_time_have_two_batches(tmp_path: Path) -> None:
     run = deepspeed_run(tmp_path / "run")
-    store = Store(run)
+    store = api.place(run)
     for keep in ("last(2)", "last(1)"):
-        listing = list_foreign(store.fs, run)
-        proposal = propose_foreign(store, listing, parse_policy(keep), now=NOW)
-        assert not carry_out_foreign(store, proposal).failures
+        proposal = propose(foreign_place(store), parse_policy(keep), now=NOW)
+        assert not carry_out(foreign_place(store), proposal).failures
     assert len(list((run / ".ckptmgr-trash-foreign").iterdir())) == 2
 
 
@@ -307,13 +312,11 @@ def test_two_prunes_at_one_time_have_two_batches(tmp_path: Path) -> None:
 def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
     disk = FailingDisk(
-        OsFileSystem(), error=errno.EROFS, operation=operation, call=1, is_lasting=True
+        api.OsFileSystem(), error=errno.EROFS, operation=operation, call=1, is_lasting=True
     )
-    store = Store(run, fs=disk)
-    proposal = propose_foreign(
-        store, list_foreign(OsFileSystem(), run), parse_policy("last(1)"), now=NOW
-    )
-    outcome = carry_out_foreign(store, proposal)
+    store = api.place(run, fs=disk)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    outcome = carry_out(foreign_place(store), proposal)
     assert outcome.failures
     trash = list((run / ".ckptmgr-trash-foreign").glob("*/step-1"))
     assert (run / "step-1").exists() != bool(trash)
@@ -321,27 +324,27 @@ def test_disk_that_fails_in_a_prune_loses_nothing(operation: str, tmp_path: Path
 
 def test_undo_that_the_disk_refuses_raises_and_can_be_repeated(tmp_path: Path) -> None:
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
-    store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    carry_out_foreign(store, proposal)
+    store = api.place(run)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    carry_out(foreign_place(store), proposal)
     disk = FailingDisk(
-        OsFileSystem(), error=errno.EROFS, operation="replace", call=1, is_lasting=True
+        api.OsFileSystem(), error=errno.EROFS, operation="replace", call=1, is_lasting=True
     )
-    failing = Store(run, fs=disk)
+    failing = api.place(run, fs=disk)
     with pytest.raises(OSError, match="Read-only"):
-        trash.restore(failing, trash.last_batch(failing))
-    trash.restore(store, trash.last_batch(store))
+        undo(foreign_place(failing))
+    undo(foreign_place(store))
     assert (run / "step-1").exists()
 
 
 def test_folder_that_may_not_be_read_does_not_stop_the_search(tmp_path: Path) -> None:
     golden_run("torchtitan-or-dcp", tmp_path / "a/run")
-    disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
+    disk = FailingDisk(api.OsFileSystem(), error=errno.EACCES, operation="list", call=2)
     assert runs_below(disk, tmp_path) == ([], True)
 
 
 def test_directory_whose_parent_may_not_be_read_is_listed(tmp_path: Path) -> None:
-    disk = FailingDisk(OsFileSystem(), error=errno.EACCES, operation="list", call=2)
+    disk = FailingDisk(api.OsFileSystem(), error=errno.EACCES, operation="list", call=2)
     assert list_foreign(disk, tmp_path).checkpoints == ()
 
 
@@ -363,11 +366,9 @@ def trainer_run(directory: Path, states: dict[int, dict[str, object]], *, at_s: 
 
 
 def kept_by(directory: Path, policy: str) -> set[str]:
-    store = Store(directory)
-    proposal = propose_foreign(
-        store, list_foreign(store.fs, directory), parse_policy(policy), now=NOW
-    )
-    return {one.name for one in proposal.shown.kept}
+    store = api.place(directory)
+    proposal = propose(foreign_place(store), parse_policy(policy), now=NOW)
+    return {one.name for one in proposal.kept}
 
 
 @pytest.mark.parametrize(
@@ -440,9 +441,8 @@ def test_last_keeps_the_newest_by_number_and_by_time_and_says_why(
     for path, at_s in ((oldest, 3e9), (middle, 1e9), (newest, 2e9)):
         for file in path.rglob("*.pt"):
             os.utime(file, (at_s, at_s))
-    store = Store(run)
-    listing = list_foreign(store.fs, run)
-    shown = propose_foreign(store, listing, parse_policy("last(1)"), now=NOW).shown
+    store = api.place(run)
+    shown = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
     assert [one.name for one in shown.dropped] == [middle.name]
     (reason,) = shown.plans[0].plan.verdicts[-1].reasons
     assert reason.detail == "last 1/1 by time, and the numbers have another order"

@@ -11,15 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.maintenance.foreign import trash
-from ckptmgr.maintenance.foreign.listing import list_foreign
-from ckptmgr.maintenance.foreign.prune import carry_out_foreign, propose_foreign
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
+from ckptmgr import CheckpointNotFound, StoreLocked, parse_policy
+from ckptmgr.maintenance.foreign.place import ForeignPlace
+from ckptmgr.maintenance.prune import undo
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.foreign import golden_run
+from tests.support.pruning import carry_out, foreign_place, propose
 from tests.support.visiteddisk import VisitedDisk
 
 NOW = datetime(2100, 1, 1, tzinfo=UTC)
@@ -29,13 +27,13 @@ NOW = datetime(2100, 1, 1, tzinfo=UTC)
 def pruned(tmp_path: Path) -> Path:
     """Return a directory with one batch in its trash."""
     run = golden_run("torchtitan-or-dcp", tmp_path / "run")
-    store = Store(run)
-    proposal = propose_foreign(store, list_foreign(store.fs, run), parse_policy("last(1)"), now=NOW)
-    assert not carry_out_foreign(store, proposal).failures
+    store = api.place(run)
+    proposal = propose(foreign_place(store), parse_policy("last(1)"), now=NOW)
+    assert not carry_out(foreign_place(store), proposal).failures
     return run
 
 
-def visited(pruned: Path, visit: Callable[[Store], None]) -> Iterator[tuple[Path, Store]]:
+def visited(pruned: Path, visit: Callable[[api.Place], None]) -> Iterator[tuple[Path, api.Place]]:
     """Yield copies of a directory, and a store that a rival visits before its first call, second ..."""
     at = 1
     while True:
@@ -44,32 +42,32 @@ def visited(pruned: Path, visit: Callable[[Store], None]) -> Iterator[tuple[Path
 
         def come(run: Path = run) -> None:
             with contextlib.suppress(StoreLocked):
-                visit(Store(run))
+                visit(api.place(run))
 
         disk = VisitedDisk(come, at)
-        yield run, Store(run, fs=disk)
+        yield run, api.place(run, fs=disk)
         if not disk.was_visited:
             return
         at += 1
 
 
-def remove_batches(store: Store) -> None:
-    with trash.locked(store):
-        for batch in trash.foreign_batches(store):
-            trash.discard(store, batch.path)
+def remove_batches(store: api.Place) -> None:
+    trash = ForeignPlace(store).trash
+    for batch in trash.batches():
+        trash.discard(batch)
 
 
 def test_listing_passes_over_a_batch_that_is_removed_meanwhile(pruned: Path) -> None:
     for _, store in visited(pruned, remove_batches):
-        assert len(trash.foreign_batches(store)) <= 1
+        assert len(ForeignPlace(store).trash.batches()) <= 1
 
 
 def test_undo_of_a_batch_that_another_process_removes_restores_it_or_says_so(pruned: Path) -> None:
     outcomes = set()
     for run, store in visited(pruned, remove_batches):
         try:
-            restored, _ = trash.restore(store, trash.last_batch(store))
-            assert [one.checkpoint.name for one in restored] == ["step-1"]
+            restored = undo(ForeignPlace(store)).restored
+            assert [one.name for one in restored] == ["step-1"]
         except CheckpointNotFound as error:
             outcomes.add(error.message)
             assert not (run / "step-1").exists()
@@ -85,7 +83,7 @@ class _Rival(FailingDisk):
     """A disk that tries to lock the trash as another process whenever a folder is removed."""
 
     def __init__(self, run: Path) -> None:
-        super().__init__(OsFileSystem())
+        super().__init__(api.OsFileSystem())
         self._run = run
         self.was_locked: list[bool] = []
 
@@ -93,7 +91,7 @@ class _Rival(FailingDisk):
         super()._meet(operation, path)
         if operation == "remove_directory":
             try:
-                with trash.locked(Store(self._run)):
+                with ForeignPlace(api.place(self._run)).lease("torchtitan-or-dcp"):
                     self.was_locked.append(False)
             except StoreLocked:
                 self.was_locked.append(True)
@@ -101,6 +99,6 @@ class _Rival(FailingDisk):
 
 def test_undo_removes_the_empty_trash_while_other_processes_are_locked_out(pruned: Path) -> None:
     disk = _Rival(pruned)
-    store = Store(pruned, fs=disk)
-    trash.restore(store, trash.last_batch(store))
+    store = api.place(pruned, fs=disk)
+    undo(ForeignPlace(store))
     assert disk.was_locked == [True, True]

@@ -10,13 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.files.serialization import save_checkpoint
-from ckptmgr.maintenance.prune import carry_out, propose, undo
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr import CheckpointConfig, UnsafePrune, parse_policy, save_checkpoint
+from ckptmgr.maintenance.prune import undo
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite, save_run
 from tests.support.visiteddisk import DiskVisitedAtLock
@@ -29,7 +26,7 @@ LAST_TWO = parse_policy("last(2)")
 def remove(path: Path) -> None:
     """Remove a checkpoint as `rm` does."""
     path.unlink()
-    (path.parent / manifest_name(path.name)).unlink()
+    (path.parent / api.manifest_name(path.name)).unlink()
 
 
 def save_again(path: Path) -> None:
@@ -52,9 +49,9 @@ def test_prune_removes_nothing_when_one_that_stays_goes_after_the_last_listing(
     fast_path: Path, change: Callable[[Path], None], at_once: bool
 ) -> None:
     save_run(fast_path, [1, 2, 3])
-    proposal = propose(Store(fast_path), LAST_TWO, now=NOW)
+    proposal = propose(api.place(fast_path), LAST_TWO, now=NOW)
     disk = DiskVisitedAtLock(lambda: change(fast_path / "net-1_3.ckpt"), "net-1_1.ckpt")
-    outcome = carry_out(Store(fast_path, fs=disk), proposal, at_once=at_once)
+    outcome = carry_out(api.place(fast_path, fs=disk), proposal, at_once=at_once)
     (failure,) = outcome.failures
     assert isinstance(failure, UnsafePrune)
     assert failure.path == str(fast_path / "net-1_3.ckpt")
@@ -77,7 +74,7 @@ def test_expired_trash_stays_when_the_whole_one_outside_goes_after_the_plan(
     fast_path: Path, change: Callable[[Path], None]
 ) -> None:
     save_run(fast_path, [1, 2])
-    store = Store(fast_path)
+    store = api.place(fast_path)
     carry_out(store, propose(store, parse_policy("last(1)"), now=NOW))
     proposal = propose(store, LAST_TWO, now=TOMORROW)
     assert len(proposal.expired) == 1

@@ -13,22 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
-from ckptmgr.core.trust import Trust
+from ckptmgr import ChecksumMismatch, CkptmgrError, save_checkpoint
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.maintenance.check_file import HashingSource, verify_in_one_pass
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import GOLDEN_FILES
 from tests.support.surface import KEY
 
-WITH_KEY = ReadOptions(trust=Trust(keys=Key(KEY)))
+WITH_KEY = api.reading(keys=api.Key(KEY))
 PLAIN: dict[str, Any] = {"enc_key": None}
 BLANK_BYTES = 8192
 WAYS: dict[str, dict[str, Any]] = {
@@ -55,8 +51,8 @@ class Counted(BytesSource):
         super().read_into(offset, buffer)
 
 
-def options_of(way: str) -> ReadOptions:
-    return ReadOptions() if "enc_key" in WAYS[way] else WITH_KEY
+def options_of(way: str) -> api.ReadOptions:
+    return api.reading() if "enc_key" in WAYS[way] else WITH_KEY
 
 
 def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
@@ -68,8 +64,8 @@ def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
     (path,) = (
         one for one in directory.iterdir() if one.name.startswith("x.") and one.suffix != ".json"
     )
-    manifest = Store(
-        directory, trust=Trust(keys=options_of(way).trust.keys, allow_unencrypted=True)
+    manifest = api.place(
+        directory, keys=options_of(way).trust.keys, allow_unencrypted=True
     ).read_manifest(path.name)
     assert manifest is not None
     return path.read_bytes(), manifest.file.digest
@@ -130,12 +126,12 @@ def test_wrong_crc_is_not_right_though_the_digests_are(
     content[at] ^= 1
     source = BytesSource(content)
     with pytest.raises(FormatError, match="the CRC32 is"):
-        verify_in_one_pass(source, digest_of(source), path="x", options=ReadOptions())
+        verify_in_one_pass(source, digest_of(source), path="x", options=api.reading())
 
 
 def test_file_that_is_not_sealed_is_left_to_others() -> None:
     data = (GOLDEN_FILES / "gcm128.ckpt").read_bytes()
-    options = ReadOptions(trust=Trust(keys=Key(bytes(range(16))), allow_unencrypted=True))
+    options = api.reading(keys=api.Key(bytes(range(16))), allow_unencrypted=True)
     digest = digest_of(BytesSource(data))
     assert verify_in_one_pass(BytesSource(data), digest, path="x", options=options) is None
 

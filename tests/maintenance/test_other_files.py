@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import open_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CheckpointNotFound,
     CkptmgrError,
     KeyProblem,
@@ -22,17 +22,13 @@ from ckptmgr.core.errors import (
     UnsafeWrite,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.convert_source import open_plaintext
 from ckptmgr.maintenance.rekey import (
@@ -42,18 +38,16 @@ from ckptmgr.maintenance.rekey import (
     rekey_checkpoint,
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import RUNS, ModelProcesses
+from tests.support import api
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.support.damage import put
 from tests.support.failingdisk import every_failure
 from tests.support.rekeying import ring
 from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, overwrite, save_run
 
-READING = ReadOptions(trust=Trust(keys=KEY))
+READING = api.reading(keys=KEY)
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 TEXT = b'{"version": "1.0", "added_tokens": []}'
 SEGMENT = 4 * 2**20
@@ -71,14 +65,16 @@ def encrypt(source: Path, *, key: Keys = KEY, mode: str = "AES-GCM") -> Checkpoi
     return convert.encrypt_file(source, target, key=key, mode=mode).target
 
 
-def verify(file: Checkpoint, level: Level = Level.FULL, *, key: Keys | None = KEY) -> Verification:
-    store = Store(file.path.parent, trust=Trust(keys=key, allow_unencrypted=True))
-    return verify_checkpoint(store, file, level=level, options=ReadOptions(trust=Trust(keys=key)))
+def verify(
+    file: Checkpoint, level: api.Level = api.Level.FULL, *, key: Keys | None = KEY
+) -> api.Verification:
+    store = api.place(file.path.parent, keys=key, allow_unencrypted=True)
+    return api.verify(store, file, level=level, keys=key)
 
 
 def decrypted(file: Path, *, key: Keys = KEY) -> bytes:
     target = file.with_name("decrypted")
-    convert.decrypt_file(file, target, options=ReadOptions(trust=Trust(keys=key)), force=True)
+    convert.decrypt_file(file, target, options=api.reading(keys=key), force=True)
     return target.read_bytes()
 
 
@@ -89,7 +85,7 @@ def test_file_comes_back_byte_for_byte_and_is_listed_nowhere(tmp_path: Path, mod
     assert file.key_id == KEY.key_id
     assert TEXT not in file.path.read_bytes()
     assert decrypted(file.path) == TEXT
-    assert Store(tmp_path).scan() == []
+    assert api.listed(tmp_path) == []
     assert {path.name for path in tmp_path.iterdir()} == {
         "tokenizer.json",
         "tokenizer.json.ckpe",
@@ -107,7 +103,7 @@ def test_file_of_any_size_comes_back_from_file_and_pipe(
     piped.write_bytes(b"".join(map(bytes, convert.encrypted_chunks(source, key=KEY))))
     for path in (encrypt(source).path, piped):
         assert decrypted(path) == source.read_bytes()
-        with open_plaintext(path, READING) as plaintext:
+        with open_plaintext(path, READING) as (plaintext, _):
             assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -168,7 +164,7 @@ def test_file_is_not_decrypted_under_the_name_of_a_checkpoint(tmp_path: Path, na
 
 
 def test_checkpoint_of_any_name_is_not_replaced(tmp_path: Path) -> None:
-    (sealed,) = save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    (sealed,) = save_run(tmp_path / "runs", [10], options=api.SaveOptions(key=KEY))
     odd = tmp_path / "weights.bin"
     convert.decrypt_file(sealed, odd, options=READING)
     before = odd.read_bytes()
@@ -188,7 +184,7 @@ def test_existing_target_needs_force(tmp_path: Path) -> None:
 
 def test_target_that_is_being_written_is_locked(tmp_path: Path) -> None:
     source = put_file(tmp_path)
-    with Store(tmp_path).lease("tokenizer.json.ckpe"), pytest.raises(StoreLocked):
+    with api.place(tmp_path).lease("tokenizer.json.ckpe"), pytest.raises(StoreLocked):
         encrypt(source)
 
 
@@ -209,23 +205,23 @@ def test_loading_says_that_it_is_no_checkpoint(tmp_path: Path, name: str) -> Non
             load_checkpoint(path, dec_key=KEY.raw, format=name.split(".")[1])
 
 
-@pytest.mark.parametrize("level", Level)
-def test_verify_checks_every_block_and_needs_the_key(tmp_path: Path, level: Level) -> None:
+@pytest.mark.parametrize("level", api.Level)
+def test_verify_checks_every_block_and_needs_the_key(tmp_path: Path, level: api.Level) -> None:
     file = encrypt(put_file(tmp_path, bytes(2 * SEGMENT)))
     answer = verify(file, level)
-    checked = ("header",) if level is Level.QUICK else ("header", "cipher blocks")
-    assert (answer.status, answer.checked, answer.unchecked) == (Status.OK, checked, ())
+    checked = ("header",) if level is api.Level.QUICK else ("header", "cipher blocks")
+    assert (answer.status, answer.checked, answer.unchecked) == (api.Status.OK, checked, ())
     blind = verify(file, level, key=None)
-    assert blind.status is (Status.OK if level is Level.QUICK else Status.PARTIAL)
+    assert blind.status is (api.Status.OK if level is api.Level.QUICK else api.Status.PARTIAL)
     assert "no key was given" in blind.unchecked[0]
-    assert verify(file, level, key=OTHER_KEY).status is Status.WRONG_KEY
+    assert verify(file, level, key=OTHER_KEY).status is api.Status.WRONG_KEY
 
 
 @pytest.mark.parametrize("offset", [12288 - 40, 12288 + 100, 12288 + SEGMENT + 5, -1])
 def test_damage_is_found_and_gives_no_file(tmp_path: Path, offset: int) -> None:
     file = encrypt(put_file(tmp_path, bytes(2 * SEGMENT)))
     flip(file.path, offset)
-    assert verify(file).status is Status.DAMAGED
+    assert verify(file).status is api.Status.DAMAGED
     with pytest.raises(CkptmgrError):
         decrypted(file.path)
     assert not (tmp_path / "decrypted").exists()
@@ -233,8 +229,8 @@ def test_damage_is_found_and_gives_no_file(tmp_path: Path, offset: int) -> None:
 
 def test_contents_are_called_what_they_are(tmp_path: Path) -> None:
     file = encrypt(put_file(tmp_path))
-    store = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True))
-    blind = inspect_file(store, file, options=ReadOptions())
+    store = api.place(tmp_path, keys=KEY, allow_unencrypted=True)
+    blind = inspect_file(store, file, options=api.reading())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, OPAQUE, "AES-GCM")
     assert blind.checkpoint.opened_by == (f"key {KEY.key_id}",)
     seen = inspect_file(store, file, options=READING, has_stats=True)
@@ -269,9 +265,9 @@ def test_file_is_encrypted_anew_without_a_manifest(tmp_path: Path) -> None:
 
 
 def test_header_that_only_claims_to_be_of_another_file_lends_no_proof(tmp_path: Path) -> None:
-    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions())
+    (plain,) = save_run(tmp_path / "plain", [10], options=api.SaveOptions())
     path = convert.encrypt_file(plain, tmp_path / "net-1_10.ckpt.ckpe", key=KEY).target.path
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     data = bytearray(path.read_bytes())
     data[40], data[64] = Content.OPAQUE, 9  # copy A: another content, and the newest generation
     overwrite(path, bytes(data))
@@ -281,8 +277,8 @@ def test_header_that_only_claims_to_be_of_another_file_lends_no_proof(tmp_path: 
         reencrypt_checkpoint(store, only(store), change)
 
 
-def place(disk: FileSystem, content: bytes, model: ModelDisk) -> None:
-    store = Store(RUNS, fs=disk, processes=ModelProcesses(model))
+def place(disk: api.FileSystem, content: bytes, model: ModelDisk) -> None:
+    store = api.place(RUNS, fs=disk, processes=ModelProcesses(model))
     with store.publisher.new_file(
         "x.bin.ckpe", series="x.bin.ckpe", size_bytes=len(content), mode=0o600, is_rank_file=True
     ) as new:

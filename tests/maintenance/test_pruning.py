@@ -11,22 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsafePrune
-from ckptmgr.core.model import Pin, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.job import SaveOptions
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
+from ckptmgr import CheckpointNotFound, StoreLocked, UnsafePrune, parse_policy
+from ckptmgr.events import Event
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import Proposal, PruneResult, carry_out, propose, undo
+from ckptmgr.maintenance.prune import Proposal, undo
 from ckptmgr.observe import observers as observe
-from ckptmgr.observe.events import Event
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import trash
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr.store.applied import Applied
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.faults.training import ModelProcesses
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import KEY, OTHER_KEY, flip, items, overwrite, save_run, tree_of
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
@@ -34,18 +31,18 @@ LAST_TWO = parse_policy("last(2)")
 
 
 def proposal(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Proposal:
-    """Return what a prune of a directory would do."""
-    return propose(Store(directory), parse_policy(policy), now=now)
+    """Return the plan of a prune of a directory."""
+    return propose(api.place(directory), parse_policy(policy), now=now)
 
 
-def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> PruneResult:
+def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Applied:
     """Prune a directory."""
-    return carry_out(Store(directory), proposal(directory, policy, now=now))
+    return carry_out(api.place(directory), proposal(directory, policy, now=now))
 
 
 def steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a directory."""
-    return sorted(c.step for c in Store(directory).scan() if c.is_countable)
+    return sorted(c.step for c in api.listed(directory) if c.is_countable)
 
 
 def bare_files(directory: Path, *names: str) -> bytes:
@@ -69,7 +66,7 @@ def test_each_series_is_planned_by_itself(tmp_path: Path) -> None:
     found = proposal(tmp_path)
     assert [one.series for one in found.plans] == [("a",), ("b",)]
     assert [c.step for c in found.kept] == [30, 20, 30, 20]
-    filtered = propose(Store(tmp_path), LAST_TWO, now=NOW, series="b")
+    filtered = propose(api.place(tmp_path), LAST_TWO, now=NOW, series="b")
     assert [c.series for c in filtered.dropped] == ["b"]
 
 
@@ -78,20 +75,20 @@ def test_dropped_ones_go_to_one_batch_of_the_trash(tmp_path: Path) -> None:
         save_run(tmp_path, [10, 20, 30], series=series)
     outcome = prune(tmp_path)
     assert [c.name for c in outcome.removed] == ["a-1_10.ckpt", "b-1_10.ckpt"]
-    (batch,) = trash.batches(Store(tmp_path))
+    (batch,) = DirectoryTrash(api.place(tmp_path)).batches()
     assert batch.path == outcome.batch
     assert steps(tmp_path) == [20, 20, 30, 30]
-    assert [c.name for c in undo(Store(tmp_path)).restored] == ["a-1_10.ckpt", "b-1_10.ckpt"]
+    assert [c.name for c in undo(api.place(tmp_path)).restored] == ["a-1_10.ckpt", "b-1_10.ckpt"]
     assert len(steps(tmp_path)) == 6
 
 
 def test_at_once_leaves_no_trash(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
-    outcome = carry_out(Store(tmp_path), proposal(tmp_path), at_once=True)
+    outcome = carry_out(api.place(tmp_path), proposal(tmp_path), at_once=True)
     assert (len(outcome.removed), outcome.batch, outcome.failures) == (1, None, [])
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_NAME).exists()
     with pytest.raises(CheckpointNotFound, match="trash is empty"):
-        undo(Store(tmp_path))
+        undo(api.place(tmp_path))
 
 
 def test_bare_files_are_ordered_by_epoch_and_step_of_their_names(tmp_path: Path) -> None:
@@ -104,7 +101,7 @@ def test_damaged_ones_use_no_slot_and_stay(tmp_path: Path) -> None:
     overwrite(tmp_path / "net-3_10.ckpt", b"cut")
     found = proposal(tmp_path)
     assert not found.dropped
-    assert {c.step: c.state for c in found.kept}[30] is State.CORRUPT
+    assert {c.step: c.state for c in found.kept}[30] is api.State.CORRUPT
 
 
 def test_newest_has_rotted_so_the_one_before_it_stays(tmp_path: Path) -> None:
@@ -112,9 +109,9 @@ def test_newest_has_rotted_so_the_one_before_it_stays(tmp_path: Path) -> None:
     flip(paths[-1], 100)
     found = proposal(tmp_path, "last(1)")
     assert [c.step for c in found.dropped] == [10]
-    assert {c.step: c.state for c in found.kept} == {30: State.CORRUPT, 20: State.OK}
+    assert {c.step: c.state for c in found.kept} == {30: api.State.CORRUPT, 20: api.State.OK}
     assert "do not match the digest" in (found.kept[0].problem or "")
-    carry_out(Store(tmp_path), found)
+    carry_out(api.place(tmp_path), found)
     assert steps(tmp_path) == [20, 30]  # 30 is found damaged only when it is read
 
 
@@ -134,11 +131,11 @@ def test_all_are_damaged_so_all_stay(tmp_path: Path) -> None:
 
 
 def test_newest_has_a_damaged_header_which_its_key_finds(tmp_path: Path) -> None:
-    options = SaveOptions(key=KEY, format="safetensors")
+    options = api.SaveOptions(key=KEY, format="safetensors")
     newest = save_run(tmp_path, [10, 20, 30], options=options, content=items()[:2])[-1]
     for copy in (0, 4096):
         flip(newest, copy + 70)  # the digests leave both copies out
-    store = Store(tmp_path, trust=Trust(keys=KEY))
+    store = api.place(tmp_path, keys=KEY)
     found = propose(store, parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10]
     assert "header was changed" in (found.kept[0].problem or "")
@@ -146,32 +143,32 @@ def test_newest_has_a_damaged_header_which_its_key_finds(tmp_path: Path) -> None
 
 def test_newest_has_the_header_of_another_file_so_its_key_does_not_open_it(tmp_path: Path) -> None:
     content = items()[:2]
-    options = SaveOptions(key=KEY, format="safetensors")
+    options = api.SaveOptions(key=KEY, format="safetensors")
     newest = save_run(tmp_path / "run", [10, 20, 30], options=options, content=content)[-1]
-    options = SaveOptions(key=OTHER_KEY, format="safetensors")
+    options = api.SaveOptions(key=OTHER_KEY, format="safetensors")
     (other,) = save_run(tmp_path / "other", [30], options=options, content=content)
     overwrite(newest, other.read_bytes()[:8192] + newest.read_bytes()[8192:])
-    store = Store(tmp_path / "run", trust=Trust(keys=KEY))
+    store = api.place(tmp_path / "run", keys=KEY)
     found = propose(store, parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10]
 
 
 def test_plain_files_and_other_keys_are_left_alone_with_a_key(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    save_run(tmp_path, [10, 20], series="sealed", options=SaveOptions(key=OTHER_KEY))
-    store = Store(tmp_path, trust=Trust(keys=KEY))
+    save_run(tmp_path, [10, 20], series="sealed", options=api.SaveOptions(key=OTHER_KEY))
+    store = api.place(tmp_path, keys=KEY)
     found = propose(store, parse_policy("last(1)"), now=NOW)
     assert found.dropped == ()
-    assert {c.state for c in found.kept} == {State.UNPROVEN, State.OTHER_KEY}
-    lenient = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True))
+    assert {c.state for c in found.kept} == {api.State.UNPROVEN, api.State.OTHER_KEY}
+    lenient = api.place(tmp_path, keys=KEY, allow_unencrypted=True)
     found = propose(lenient, parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10, 10]
 
 
-class BadSectors(OsFileSystem):
+class BadSectors(api.OsFileSystem):
     """A disk that lists one file and does not give its content."""
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         """Return an open file."""
         if path.name == "net-3_10.ckpt":
             raise OSError(errno.EIO, "Input/output error", str(path))
@@ -180,7 +177,7 @@ class BadSectors(OsFileSystem):
 
 def test_newest_cannot_be_read_so_the_one_before_it_stays(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
-    found = propose(Store(tmp_path, fs=BadSectors()), parse_policy("last(1)"), now=NOW)
+    found = propose(api.place(tmp_path, fs=BadSectors()), parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10]
 
 
@@ -193,7 +190,7 @@ def test_files_of_torch_are_pruned_by_their_names(tmp_path: Path) -> None:
 def test_nothing_is_read_when_nothing_would_go(tmp_path: Path) -> None:
     paths = save_run(tmp_path, [10, 20])
     flip(paths[-1], 100)
-    assert {c.state for c in proposal(tmp_path, "last(2)").kept} == {State.OK}
+    assert {c.state for c in proposal(tmp_path, "last(2)").kept} == {api.State.OK}
 
 
 def test_nan_metrics_do_not_count_as_a_change(tmp_path: Path) -> None:
@@ -205,7 +202,7 @@ def test_changed_directory_stops_that_series(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     shown = proposal(tmp_path)
     save_run(tmp_path, [40])
-    outcome = carry_out(Store(tmp_path), shown)
+    outcome = carry_out(api.place(tmp_path), shown)
     (failure,) = outcome.failures
     assert isinstance(failure, UnsafePrune)
     assert "changed after its plan" in str(failure)
@@ -215,10 +212,10 @@ def test_changed_directory_stops_that_series(tmp_path: Path) -> None:
 def test_pin_between_plan_and_deed_is_honoured(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     shown = proposal(tmp_path)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (oldest,) = shown.dropped
     with store.lease("net"):
-        store.change_pins(oldest, lambda _: (Pin(name="paper"),))
+        store.change_pins(oldest, lambda _: (api.Pin(name="paper"),))
     assert carry_out(store, shown).failures
     assert steps(tmp_path) == [10, 20, 30]
 
@@ -226,7 +223,7 @@ def test_pin_between_plan_and_deed_is_honoured(tmp_path: Path) -> None:
 def test_locked_series_is_left_alone_and_the_others_are_not(tmp_path: Path) -> None:
     for series in ("a", "b"):
         save_run(tmp_path, [10, 20, 30], series=series)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     with store.lease("a"):
         outcome = carry_out(store, proposal(tmp_path))
     (failure,) = outcome.failures
@@ -243,7 +240,7 @@ def test_trash_is_emptied_by_a_prune_after_the_grace_time(tmp_path: Path) -> Non
     assert not proposal(tmp_path, now=late).is_empty
     outcome = prune(tmp_path, now=late)
     assert outcome.notes == ["removed 1 from the trash for good"]
-    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert not (tmp_path / TRASH_NAME).exists()
     assert proposal(tmp_path, now=late).is_empty
 
 
@@ -255,10 +252,10 @@ def test_trash_stays_while_nothing_whole_is_left_outside(tmp_path: Path, series:
     for path in tmp_path.glob("net-*.ckpt"):
         flip(path, 100)
     late = NOW + timedelta(hours=24)
-    found = propose(Store(tmp_path), LAST_TWO, now=late, series=series)
+    found = propose(api.place(tmp_path), LAST_TWO, now=late, series=series)
     assert (len(found.expired), len(found.spared), found.is_empty) == (0, 1, True)
-    carry_out(Store(tmp_path), found)
-    assert [c.step for c in undo(Store(tmp_path)).restored] == [10]
+    carry_out(api.place(tmp_path), found)
+    assert [c.step for c in undo(api.place(tmp_path)).restored] == [10]
 
 
 def test_trash_goes_when_an_older_one_outside_is_whole(tmp_path: Path) -> None:
@@ -287,9 +284,9 @@ def test_leftovers_of_dead_writers_are_reaped_with_a_note() -> None:
     model.create(temp, mode=0o600).close()
     after = model.restart()
     after.process += 1
-    store = Store(directory, fs=after, processes=ModelProcesses(after))
+    store = api.place(directory, fs=after, processes=ModelProcesses(after))
     shown = propose(store, LAST_TWO, now=NOW)
-    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([State.LEFTOVER], False)
+    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([api.State.LEFTOVER], False)
     outcome = carry_out(store, shown)
     assert outcome.notes == [f"removed {temp.name}, left by an interrupted save"]
     assert after.status(temp) is None
@@ -300,16 +297,16 @@ def test_file_being_written_is_shown_and_stays(tmp_path: Path) -> None:
     temp = tmp_path / temp_name("net-9_9.ckpt", token=ProcProcesses().token(), series="net")
     temp.touch()
     shown = proposal(tmp_path)
-    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([State.WRITING], True)
-    assert not carry_out(Store(tmp_path), shown).notes
+    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([api.State.WRITING], True)
+    assert not carry_out(api.place(tmp_path), shown).notes
     assert temp.exists()
 
 
 def test_manifest_that_lost_its_data_to_the_trash_is_not_reaped(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     prune(tmp_path)
-    (batch,) = trash.batches(Store(tmp_path))
-    manifest = batch.path / manifest_name("net-1_10.ckpt")
+    (batch,) = DirectoryTrash(api.place(tmp_path)).batches()
+    manifest = batch.path / api.manifest_name("net-1_10.ckpt")
     manifest.rename(tmp_path / manifest.name)
     assert prune(tmp_path).failures == []
     assert manifest.exists()
@@ -321,7 +318,7 @@ def test_file_that_cannot_be_removed_is_named(at_once: bool) -> None:
     save_run(directory, [10, 20, 30, 40], fs=model)
     operation = "unlink" if at_once else "replace"
     failing = FailingDisk(model, error=errno.EIO, operation=operation, call=1)
-    store = Store(directory, fs=failing, processes=ModelProcesses(model))
+    store = api.place(directory, fs=failing, processes=ModelProcesses(model))
     outcome = carry_out(store, propose(store, LAST_TWO, now=NOW), at_once=at_once)
     assert len(outcome.failures) == 1
     assert [c.step for c in outcome.removed] == [10]
@@ -330,10 +327,10 @@ def test_file_that_cannot_be_removed_is_named(at_once: bool) -> None:
 def test_trash_that_cannot_be_emptied_is_named() -> None:
     model, directory = ModelDisk(), Path("/runs")
     save_run(directory, [10, 20, 30], fs=model)
-    store = Store(directory, fs=model, processes=ModelProcesses(model))
+    store = api.place(directory, fs=model, processes=ModelProcesses(model))
     carry_out(store, propose(store, LAST_TWO, now=NOW))
     failing = FailingDisk(model, error=errno.EROFS, operation="unlink", call=1)
-    store = Store(directory, fs=failing, processes=ModelProcesses(model))
+    store = api.place(directory, fs=failing, processes=ModelProcesses(model))
     shown = propose(store, LAST_TWO, now=NOW + timedelta(days=2))
     outcome = carry_out(store, shown)
     assert [type(failure) for failure in outcome.failures] == [OSError]
@@ -343,17 +340,17 @@ def test_undo_that_is_only_asked_about_changes_nothing(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20, 30])
     prune(tmp_path)
     before = tree_of(tmp_path)
-    undone = undo(Store(tmp_path), is_dry=True)
+    undone = undo(api.place(tmp_path), is_dry=True)
     assert [c.path for c in undone.restored] == [tmp_path / "net-1_10.ckpt"]
     assert tree_of(tmp_path) == before
 
 
 def test_prune_without_key_keeps_authenticated_manifests_as_they_are(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    save_run(tmp_path, [10, 20, 30], options=api.SaveOptions(key=KEY))
     prune(tmp_path)
-    undo(Store(tmp_path))
-    strict = Store(tmp_path, trust=Trust(keys=KEY))
-    assert {c.state for c in strict.scan()} == {State.OK}
+    undo(api.place(tmp_path))
+    strict = api.place(tmp_path, keys=KEY)
+    assert {c.state for c in strict.scan()} == {api.State.OK}
 
 
 def test_fresh_plan_must_be_the_shown_one_in_every_detail(tmp_path: Path) -> None:
@@ -361,5 +358,5 @@ def test_fresh_plan_must_be_the_shown_one_in_every_detail(tmp_path: Path) -> Non
     shown = proposal(tmp_path)
     (one,) = shown.plans
     forged = replace(one.plan, verdicts=tuple(reversed(one.plan.verdicts)))
-    outcome = carry_out(Store(tmp_path), replace(shown, plans=(replace(one, plan=forged),)))
+    outcome = carry_out(api.place(tmp_path), replace(shown, plans=(replace(one, plan=forged),)))
     assert isinstance(outcome.failures[0], UnsafePrune)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quarantine: what is moved, what stays, and that a crash between the moves loses nothing."""
+"""Quarantine: moved and remaining files, and that a crash between the moves loses nothing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked, UnsafePrune
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import Checkpoint, StoreLocked, UnsafePrune
 from ckptmgr.maintenance.quarantine import quarantine
-from ckptmgr.store.store import Store
 from tests.maintenance.test_repair import saved as save_ranks
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.saved import save_run
 
@@ -22,14 +20,14 @@ NOW = datetime(2026, 3, 1, 10, tzinfo=UTC)
 FOLDER = ".ckptmgr-quarantine/20260301T100000.000000Z"
 
 
-def listed(store: Store, step: int) -> Checkpoint:
+def listed(store: api.Place, step: int) -> Checkpoint:
     (one,) = [one for one in store.scan() if one.step == step]
     return one
 
 
 def test_data_and_manifest_are_moved_and_the_others_stay(tmp_path: Path) -> None:
     first, second = save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     assert quarantine(store, listed(store, 10), now=NOW) == tmp_path / FOLDER
     assert sorted(os.listdir(tmp_path / FOLDER)) == [first.name, f"{first.name}.manifest.json"]
     assert [one.path for one in store.scan()] == [second]
@@ -38,7 +36,7 @@ def test_data_and_manifest_are_moved_and_the_others_stay(tmp_path: Path) -> None
 
 def test_last_one_stays(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     with pytest.raises(UnsafePrune, match="last good checkpoint"):
         quarantine(store, listed(store, 10), now=NOW)
     assert path.exists()
@@ -46,14 +44,14 @@ def test_last_one_stays(tmp_path: Path) -> None:
 
 def test_series_of_a_live_run_stays(tmp_path: Path) -> None:
     paths = save_run(tmp_path, [10, 20])
-    store, other = Store(tmp_path), Store(tmp_path)
+    store, other = api.place(tmp_path), api.place(tmp_path)
     with other.lease("net"), pytest.raises(StoreLocked):
         quarantine(store, listed(store, 10), now=NOW)
     assert all(path.exists() for path in paths)
 
 
 def test_files_of_ranks_stay_for_repair(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     one = save_ranks(tmp_path)
     with pytest.raises(UnsafePrune, match="many ranks"):
         quarantine(store, one, now=NOW)
@@ -65,7 +63,7 @@ def test_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     paths = save_run(runs, [10, 20])
     elsewhere.mkdir()
     (runs / ".ckptmgr-quarantine").symlink_to(elsewhere)
-    store = Store(runs)
+    store = api.place(runs)
     with pytest.raises(UnsafePrune, match="not a directory"):
         quarantine(store, listed(store, 10), now=NOW)
     assert all(path.exists() for path in paths)
@@ -73,10 +71,10 @@ def test_link_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
 
 def test_manifest_that_stays_alone_counts_for_nothing_and_nothing_is_lost(tmp_path: Path) -> None:
     first, second = save_run(tmp_path, [10, 20])
-    disk = FailingDisk(OsFileSystem(), operation="replace", call=2, is_lasting=True)
-    store = Store(tmp_path, fs=disk)
+    disk = FailingDisk(api.OsFileSystem(), operation="replace", call=2, is_lasting=True)
+    store = api.place(tmp_path, fs=disk)
     with pytest.raises(OSError, match="rror"):
         quarantine(store, listed(store, 20), now=NOW)
     assert (tmp_path / FOLDER / second.name).exists()
-    states = {one.path: one.state for one in Store(tmp_path).scan()}
-    assert states == {first: State.OK, second: State.MISSING}
+    states = {one.path: one.state for one in api.listed(tmp_path)}
+    assert states == {first: api.State.OK, second: api.State.MISSING}

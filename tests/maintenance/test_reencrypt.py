@@ -10,18 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, SaveFailed, UnsafeWrite
-from ckptmgr.core.trust import Trust
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
+    SaveFailed,
+    UnsafeWrite,
+    load_checkpoint,
+)
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.container.unlock import unlock
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyRing
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import (
     Action,
@@ -30,8 +32,7 @@ from ckptmgr.maintenance.rekey import (
     reencrypt_checkpoint,
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from tests.support import api
 from tests.support.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
 from tests.support.saved import flip, only
 
@@ -44,15 +45,15 @@ def reencrypt(directory: Path, change: KeyChange = ANEW) -> Action:
 
 
 def frames(directory: Path, keys: KeyRing) -> bytes:
-    """Return what is stored in a container, compressed as it is."""
+    """Return the content of a container, compressed as it is."""
     container = open_container(
-        BytesSource(only(Store(directory)).path.read_bytes()), keys.identities
+        BytesSource(only(api.place(directory)).path.read_bytes()), keys.identities
     )
     return read_bytes(container, 0, container.size)
 
 
-def data_key(directory: Path, keys: KeyRing) -> Key:
-    content = only(Store(directory)).path.read_bytes()
+def data_key(directory: Path, keys: KeyRing) -> api.Key:
+    content = only(api.place(directory)).path.read_bytes()
     return unlock(BytesSource(content), keys.identities).data_key
 
 
@@ -70,7 +71,7 @@ def test_compressed_file_keeps_its_frames_and_gets_another_data_key(
         manager.save(1, {"w": values})
     before, stored = data_key(tmp_path, ring(OLD)), frames(tmp_path, ring(OLD))
     assert reencrypt(tmp_path) is Action.REENCRYPT
-    checkpoint = only(Store(tmp_path))
+    checkpoint = only(api.place(tmp_path))
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
     assert data_key(tmp_path, ring(NEW)) != before
     assert frames(tmp_path, ring(NEW)) == stored
@@ -81,7 +82,7 @@ def test_compressed_file_keeps_its_frames_and_gets_another_data_key(
 
 def test_compressed_file_that_was_cut_is_not_encrypted_anew(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1, compression="zstd")
-    path = only(Store(tmp_path)).path
+    path = only(api.place(tmp_path)).path
     path.chmod(0o600)
     os.truncate(path, path.stat().st_size - 16)
     before = path.read_bytes()
@@ -113,9 +114,9 @@ def test_file_that_was_rekeyed_to_a_public_key_is_not_taken_as_done(tmp_path: Pa
     assert "where only its keys were changed" in str(caught.value.hint)
 
 
-def manifest_key(directory: Path, keys: KeyRing) -> Key:
-    found = Store(directory, trust=Trust(keys=keys, allow_unencrypted=True)).read_manifest(
-        only(Store(directory)).name
+def manifest_key(directory: Path, keys: KeyRing) -> api.Key:
+    found = api.place(directory, keys=keys, allow_unencrypted=True).read_manifest(
+        only(api.place(directory)).name
     )
     assert found is not None
     assert found.auth is not None
@@ -131,8 +132,8 @@ def test_file_that_was_rekeyed_and_then_compressed_has_no_manifest_key_that_the_
     known = manifest_key(tmp_path, ring(OLD))
     rekey(KeyChange(keys=ring(OLD), remove=(ring(OLD),)), directory=tmp_path)
     assert manifest_key(tmp_path, ring(private)) == known
-    store = Store(tmp_path, trust=Trust(keys=ring(private)))
-    recompress(store, only(store), level=3, options=ReadOptions(trust=Trust(keys=ring(private))))
+    store = api.place(tmp_path, keys=ring(private))
+    recompress(store, only(store), level=3, options=api.reading(keys=ring(private)))
     change = KeyChange(keys=ring(OLD), add=(ring(public),), is_exclusive=True)
     assert reencrypt(tmp_path, change) is Action.NOTHING
     assert manifest_key(tmp_path, ring(private)) != known
@@ -153,10 +154,10 @@ def test_reencryption_that_was_cut_is_finished_before_a_key_is_removed(tmp_path:
     assert "do that again to finish it" in str(caught.value.hint)
     assert reencrypt(tmp_path, change) is Action.HEADER
     assert [one.action for one in rekey(removal, directory=tmp_path)] == [Action.NOTHING]
-    assert openers(only(Store(tmp_path)), [ring(OLD), ring(private)]) == [1]
+    assert openers(only(api.place(tmp_path)), [ring(OLD), ring(private)]) == [1]
 
 
-class _Cut(OsFileSystem):
+class _Cut(api.OsFileSystem):
     """A disk on which no manifest is replaced once the data has its name."""
 
     is_swapped = False
@@ -175,19 +176,19 @@ def test_file_that_opens_for_others_as_well_is_not_taken_as_done(tmp_path: Path)
     assert reencrypt(tmp_path, both) is Action.NOTHING
     with pytest.raises(KeyProblem, match="another key"):
         reencrypt(tmp_path)
-    assert openers(only(Store(tmp_path)), [ring(NEW), ring("horse")]) == [0, 1]
+    assert openers(only(api.place(tmp_path)), [ring(NEW), ring("horse")]) == [0, 1]
 
 
 def test_file_with_an_older_header_copy_for_the_old_key_is_encrypted_anew(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    path = only(Store(tmp_path)).path
+    path = only(api.place(tmp_path)).path
     head = path.read_bytes()[:4096]
     rekey(ROTATION, directory=tmp_path)
     path.chmod(0o600)
     with path.open("r+b") as file:
         file.write(head)  # as if the second write of the header had never come
     assert reencrypt(tmp_path) is Action.REENCRYPT
-    assert openers(only(Store(tmp_path)), [ring(OLD), ring(NEW)]) == [1]
+    assert openers(only(api.place(tmp_path)), [ring(OLD), ring(NEW)]) == [1]
 
 
 def test_key_that_opens_nothing_hears_nothing_about_rekeying(tmp_path: Path) -> None:
@@ -199,10 +200,10 @@ def test_key_that_opens_nothing_hears_nothing_about_rekeying(tmp_path: Path) -> 
     assert "keys were changed" not in str(caught.value.hint)
 
 
-class ForgetfulDisk(OsFileSystem):
+class ForgetfulDisk(api.OsFileSystem):
     """A disk that changes a file before it is read past the page cache."""
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         if is_uncached:
             flip(path, path.stat().st_size // 2)
         return super().open(path, is_uncached=is_uncached)
@@ -213,8 +214,8 @@ def test_disk_that_lost_the_new_file_keeps_the_old_one(tmp_path: Path, format: s
     config = CheckpointConfig(enc_key=OLD.raw, format=format)
     with CheckpointManager(tmp_path, config, prefix="net") as manager:
         manager.save(1, {"w": np.arange(5000.0)})
-    before = only(Store(tmp_path)).path.read_bytes()
+    before = only(api.place(tmp_path)).path.read_bytes()
     store = open_for_rekeying(tmp_path, ANEW, fs=ForgetfulDisk())
     with pytest.raises(SaveFailed, match="read back"):
         reencrypt_checkpoint(store, only(store), ANEW)
-    assert only(Store(tmp_path)).path.read_bytes() == before
+    assert only(api.place(tmp_path)).path.read_bytes() == before

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    Checkpoint,
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
@@ -18,15 +19,10 @@ from ckptmgr.core.errors import (
     StoreLocked,
     UnsafeWrite,
 )
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.unlock import unlock
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.source import BytesSource
-from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.rekey import (
     Action,
     open_for_rekeying,
@@ -35,18 +31,17 @@ from ckptmgr.maintenance.rekey import (
     rekey_checkpoint,
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.shards import swap_shards
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.maintenance.test_repair_sealed import SAFETENSORS, SIGNER, WEIGHTS, ZSTD, damage, saved
 from tests.parallel.ranks import START
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.support.damage import put
 from tests.support.rekeying import NEW, openers, opens, ring
 
-OLD = Key(KEY)
+OLD = api.Key(KEY)
 BOTH = (ring(OLD), ring(NEW))
 ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_exclusive=True)
 FORMS = pytest.mark.parametrize(
@@ -54,11 +49,11 @@ FORMS = pytest.mark.parametrize(
 )
 
 
-def only(fs: FileSystem) -> Checkpoint:
+def only(fs: api.FileSystem) -> Checkpoint:
     """Return the one checkpoint; leftovers of its files are none."""
-    unfinished = (State.LEFTOVER, State.WRITING)
-    (found,) = [one for one in Store(RUNS, fs=fs).scan() if one.state not in unfinished]
-    assert found.state is State.OK, found
+    unfinished = (api.State.LEFTOVER, api.State.WRITING)
+    (found,) = [one for one in api.listed(RUNS, fs=fs) if one.state not in unfinished]
+    assert found.state is api.State.OK, found
     return found
 
 
@@ -71,7 +66,7 @@ def reencrypt(
     change: KeyChange = ANEW,
     *,
     at_s: float = START + 1e6,
-    fs: FileSystem | None = None,
+    fs: api.FileSystem | None = None,
     **options: Any,
 ) -> Action:
     found = fs or disk
@@ -79,11 +74,11 @@ def reencrypt(
     return reencrypt_checkpoint(store, only(disk), change, clock=lambda: at_s).action
 
 
-def weights(disk: ModelDisk, key: Key) -> np.ndarray:
-    store = Store(RUNS, fs=disk, trust=Trust(keys=key))
+def weights(disk: ModelDisk, key: api.Key) -> np.ndarray:
+    store = api.place(RUNS, fs=disk, keys=key)
     manifest = store.read_manifest(only(disk).name)
     assert manifest is not None
-    with ShardedCheckpoint(store, manifest, options=ReadOptions(trust=Trust(keys=key))) as files:
+    with ShardedCheckpoint(store, manifest, options=api.reading(keys=key)) as files:
         return files.read({"w": None}, rank=0)["w"]
 
 
@@ -111,7 +106,7 @@ def test_set_is_encrypted_anew(config: dict[str, Any]) -> None:
 def test_each_file_gets_a_data_key_of_its_own(config: dict[str, Any]) -> None:
     disk = saved(enc_key=KEY, **config)
 
-    def data_keys(key: Key) -> set[bytes]:
+    def data_keys(key: api.Key) -> set[bytes]:
         contents = [BytesSource(disk.read_bytes(RUNS / name)) for name in only(disk).shards]
         return {unlock(one, ring(key).identities).data_key.raw for one in contents}
 
@@ -168,7 +163,7 @@ def test_files_that_may_belong_to_a_checkpoint_in_the_trash_are_left_alone() -> 
     reencrypt(disk)
     batch = RUNS / TRASH_NAME / "20261121T120000.000000Z"
     disk.make_directory(batch, mode=0o700)
-    put(disk, batch / manifest_name(only(disk).name), b"{}")
+    put(disk, batch / api.manifest_name(only(disk).name), b"{}")
     for name, content in old.items():
         put(disk, RUNS / name, content)
     assert reencrypt(disk) is Action.NOTHING
@@ -193,9 +188,9 @@ def test_old_files_are_removed_on_the_word_of_a_proven_manifest_only() -> None:
 def test_set_whose_manifest_vanished_is_not_found() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     found = only(disk)
-    disk.unlink(RUNS / manifest_name(found.name))
+    disk.unlink(RUNS / api.manifest_name(found.name))
     store = open_for_rekeying(
-        RUNS, ANEW, fs=disk, processes=ModelProcesses(disk), trust=Trust(allow_unencrypted=True)
+        RUNS, ANEW, fs=disk, processes=ModelProcesses(disk), trust=api.Trust(allow_unencrypted=True)
     )
     with pytest.raises(CheckpointNotFound, match="no manifest"):
         reencrypt_checkpoint(store, found, ANEW)
@@ -204,8 +199,8 @@ def test_set_whose_manifest_vanished_is_not_found() -> None:
 
 def test_swap_without_its_new_files_is_refused() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
-    store = Store(
-        RUNS, fs=disk, trust=Trust(keys=OLD, allow_unencrypted=True), processes=ModelProcesses(disk)
+    store = api.place(
+        RUNS, fs=disk, keys=OLD, allow_unencrypted=True, processes=ModelProcesses(disk)
     )
     manifest = store.read_manifest(only(disk).name)
     assert manifest is not None
@@ -255,11 +250,13 @@ def test_signed_set_is_signed_again() -> None:
     disk = saved(enc_key=KEY, signing_key=SIGNER, **SAFETENSORS)
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt(disk)
-    assert reencrypt(disk, trust=Trust(signing_key=SIGNER)) is Action.REENCRYPT
-    trusting = Store(
+    assert reencrypt(disk, trust=api.Trust(signing_key=SIGNER)) is Action.REENCRYPT
+    trusting = api.place(
         RUNS,
         fs=disk,
-        trust=Trust(keys=NEW, trusted_keys=(SIGNER.public_key,), allow_unencrypted=True),
+        keys=NEW,
+        trusted_keys=(SIGNER.public_key,),
+        allow_unencrypted=True,
     )
     manifest = trusting.read_manifest(only(disk).name)
     assert manifest is not None
@@ -300,7 +297,7 @@ def test_disk_without_room_for_all_of_them_is_refused() -> None:
 
 def test_set_that_somebody_is_writing_is_refused() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
-    store = Store(RUNS, fs=disk, processes=ModelProcesses(disk))
+    store = api.place(RUNS, fs=disk, processes=ModelProcesses(disk))
     with store.lease(SERIES), pytest.raises(StoreLocked):
         reencrypt(disk)
 
@@ -320,5 +317,5 @@ def test_set_with_a_plain_file_in_it_is_refused() -> None:
 
 def test_plain_set_is_left_alone() -> None:
     disk = saved(**SAFETENSORS)
-    store = Store(RUNS, fs=disk, processes=ModelProcesses(disk))
+    store = api.place(RUNS, fs=disk, processes=ModelProcesses(disk))
     assert reencrypt_checkpoint(store, only(disk), ANEW).action is Action.PLAIN

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Changing who opens checkpoints: what stays, what is done again, what is refused."""
+"""Changing who opens checkpoints: content that stays, repeated changes, refusals."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsafeWrite, UnsealedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsafeWrite,
+    UnsealedCheckpoint,
+)
 from ckptmgr.crypto.container.source import open_container
-from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.digest import digest_of
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import (
     Action,
@@ -32,10 +32,8 @@ from ckptmgr.maintenance.rekey import (
     rekey_checkpoint,
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import RUNS
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put
 from tests.support.rekeying import (
@@ -68,15 +66,15 @@ def listed(directory: Path) -> list[str]:
 def test_rotation_changes_the_key_and_no_byte_of_the_payload(tmp_path: Path, mode: str) -> None:
     save_run(directory=tmp_path, mode=mode)
     before, names = payloads(tmp_path), listed(tmp_path)
-    ids = [one.id for one in Store(tmp_path).scan()]
+    ids = [one.id for one in api.listed(tmp_path)]
     done = rekey(ROTATION, directory=tmp_path)
     assert [one.action for one in done] == [Action.HEADER] * 2
     assert done[0].before == (f"key {OLD.key_id}",)
     assert done[0].after == (f"key {NEW.key_id}",)
     assert payloads(tmp_path) == before
     assert listed(tmp_path) == names
-    assert [one.id for one in Store(tmp_path).scan()] == ids
-    for checkpoint in Store(tmp_path).scan():
+    assert [one.id for one in api.listed(tmp_path)] == ids
+    for checkpoint in api.listed(tmp_path):
         assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
         assert checkpoint.key_id == NEW.key_id
     assert resumed_step(NEW, directory=tmp_path) == 2
@@ -104,7 +102,7 @@ def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path) -> None
     private, public = generate_pair("mlkem768-x25519")
     all_keys = [ring(OLD), ring("horse"), ring(private), ring(NEW)]
     rekey(KeyChange(keys=ring(OLD), add=(ring("horse"), ring(public))), directory=tmp_path)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert openers(checkpoint, all_keys) == [0, 1, 2]
     assert len(checkpoint.opened_by) == 3
     rekey(KeyChange(keys=ring("horse"), remove=(ring(OLD),)), directory=tmp_path)
@@ -115,7 +113,7 @@ def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path) -> None
     assert openers(checkpoint, all_keys) == [2, 3]
     rekey(KeyChange(keys=ring(NEW), remove_ids=ring(public).key_ids), directory=tmp_path)
     assert openers(checkpoint, all_keys) == [3]
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert checkpoint.opened_by == (f"key {NEW.key_id}",)
 
 
@@ -127,7 +125,7 @@ def test_change_to_a_public_key_is_known_to_be_done_without_its_private_key(
     change = KeyChange(keys=ring(OLD), add=(ring(public),), remove=(ring(OLD),))
     rekey(change, directory=tmp_path)
     assert [one.action for one in rekey(change, directory=tmp_path)] == [Action.NOTHING] * 2
-    for checkpoint in Store(tmp_path).scan():
+    for checkpoint in api.listed(tmp_path):
         assert openers(checkpoint, [ring(OLD), ring(private)]) == [1]
 
 
@@ -155,7 +153,7 @@ def test_key_that_is_added_does_not_begin_a_change(tmp_path: Path) -> None:
     change = KeyChange(keys=ring(OTHER), add=(ring(NEW),), remove=(ring(OLD),))
     with pytest.raises(KeyProblem, match="another key"):
         rekey(change, directory=tmp_path)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0, 1]
 
 
@@ -208,7 +206,7 @@ def test_plain_file_is_left_alone(tmp_path: Path) -> None:
     from tests.support.saved import save_run as save_plain
 
     save_plain(tmp_path, [1])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (checkpoint,) = store.scan()
     assert plan_rekeying(store, checkpoint, ROTATION).action is Action.PLAIN
 
@@ -216,15 +214,15 @@ def test_plain_file_is_left_alone(tmp_path: Path) -> None:
 def test_file_without_manifest_is_rekeyed_by_its_header(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
     (path,) = tmp_path.glob("*.ckpe")
-    (tmp_path / manifest_name(path.name)).unlink()
+    (tmp_path / api.manifest_name(path.name)).unlink()
     assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.HEADER]
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
 
 
 def test_manifest_without_authentication_does_not_get_one(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (checkpoint,) = store.scan()
     manifest = store.read_manifest(checkpoint.name)
     assert manifest is not None
@@ -241,18 +239,18 @@ def test_file_with_several_names_is_refused(tmp_path: Path) -> None:
         rekey(ROTATION, directory=tmp_path)
     (tmp_path / "backup").unlink()
     rekey(ROTATION, directory=tmp_path)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
 
 
-class CopiedInto(OsFileSystem):
+class CopiedInto(api.OsFileSystem):
     """A disk on which another program puts another file in place when one is about to be changed."""
 
     def __init__(self, other: Path) -> None:
         super().__init__()
         self._other = other
 
-    def change(self, path: Path) -> OutputFile:
+    def change(self, path: Path) -> api.OutputFile:
         path.with_name("copy").write_bytes(self._other.read_bytes())
         path.with_name("copy").replace(path)
         return super().change(path)
@@ -276,7 +274,7 @@ def test_encrypted_ckpt_is_encrypted_anew(tmp_path: Path, mode: str) -> None:
     names = listed(tmp_path)
     assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.REENCRYPT] * 2
     assert listed(tmp_path) == names
-    for checkpoint in Store(tmp_path).scan():
+    for checkpoint in api.listed(tmp_path):
         assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
         assert checkpoint.path.read_bytes() != old[checkpoint.name]
     assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.NOTHING] * 2
@@ -307,15 +305,15 @@ def test_encrypted_ckpt_that_the_change_does_not_name_is_left_alone(tmp_path: Pa
         assert [one.action for one in rekey(change, directory=tmp_path)] == [Action.NOTHING]
 
 
-def signed_by(directory: Path, key: Key, signer: SigningKey) -> list[str | None]:
+def signed_by(directory: Path, key: api.Key, signer: api.SigningKey) -> list[str | None]:
     """Return who signed the checkpoints, for somebody who trusts one signer."""
-    store = Store(directory, trust=Trust(keys=key, trusted_keys=(signer.public_key,)))
+    store = api.place(directory, keys=key, trusted_keys=(signer.public_key,))
     manifests = [store.read_manifest(one.name) for one in store.scan()]
     return [None if one is None else one.signed_by for one in manifests]
 
 
 def test_signatures_survive_a_rotation(tmp_path: Path) -> None:
-    signer = SigningKey.generate()
+    signer = api.SigningKey.generate()
     save_run(directory=tmp_path, signing_key=signer)
     rekey(ROTATION, directory=tmp_path)
     assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id] * 2
@@ -325,14 +323,14 @@ def test_signatures_survive_a_rotation(tmp_path: Path) -> None:
 def test_file_that_is_signed_is_encrypted_anew_with_the_signing_key_only(
     tmp_path: Path, form: str
 ) -> None:
-    signer = SigningKey.generate()
+    signer = api.SigningKey.generate()
     save_run(directory=tmp_path, form=form, signing_key=signer, steps=1)
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0]
-    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=signer))
+    store = open_for_rekeying(tmp_path, change, trust=api.Trust(signing_key=signer))
     reencrypt_checkpoint(store, checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
     assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id]
@@ -343,7 +341,7 @@ def test_compressed_file_keeps_its_data_key_and_changes_its_keys(tmp_path: Path)
     with CheckpointManager(tmp_path, config, prefix="net") as manager:
         manager.save(1, {"w": np.arange(1000.0)})
     rekey(ROTATION, directory=tmp_path)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
 
 
@@ -352,8 +350,8 @@ def test_plain_file_is_not_encrypted_anew(tmp_path: Path) -> None:
 
     save_plain(tmp_path, [1])
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
-    (checkpoint,) = Store(tmp_path).scan()
-    store = Store(tmp_path)
+    (checkpoint,) = api.listed(tmp_path)
+    store = api.place(tmp_path)
     assert reencrypt_checkpoint(store, checkpoint, change).action is Action.PLAIN
 
 
@@ -362,16 +360,16 @@ def test_file_without_manifest_gets_one_where_its_name_is_trusted(
     tmp_path: Path, form: str
 ) -> None:
     save_run(directory=tmp_path, form=form, steps=1)
-    (path,) = (one.path for one in Store(tmp_path).scan())
-    (tmp_path / manifest_name(path.name)).unlink()
+    (path,) = (one.path for one in api.listed(tmp_path))
+    (tmp_path / api.manifest_name(path.name)).unlink()
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     with pytest.raises(UnsealedCheckpoint, match="nothing but its name"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
-    store = open_for_rekeying(tmp_path, change, trust=Trust(allow_unencrypted=True))
+    store = open_for_rekeying(tmp_path, change, trust=api.Trust(allow_unencrypted=True))
     reencrypt_checkpoint(store, checkpoint, change)
-    (checkpoint,) = Store(tmp_path).scan()
-    assert checkpoint.state is State.OK
+    (checkpoint,) = api.listed(tmp_path)
+    assert checkpoint.state is api.State.OK
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
 
 
@@ -381,7 +379,7 @@ def test_damaged_file_is_not_encrypted_anew(tmp_path: Path) -> None:
     flip(path, -5)
     before = path.read_bytes()
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
-    (checkpoint,) = Store(tmp_path).scan()
+    (checkpoint,) = api.listed(tmp_path)
     with pytest.raises(CorruptCheckpoint):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert path.read_bytes() == before
@@ -416,7 +414,7 @@ def test_file_whose_digests_cover_its_header_is_not_rekeyed_but_encrypted_anew(
     tmp_path: Path,
 ) -> None:
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path, trust=Trust(keys=OLD, allow_unencrypted=True))
+    store = api.place(tmp_path, keys=OLD, allow_unencrypted=True)
     (checkpoint,) = store.scan()
     manifest = store.read_manifest(checkpoint.name)
     assert manifest is not None
@@ -443,13 +441,13 @@ def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) ->
     save_run(directory=tmp_path, steps=1)
     private, public = generate_pair("x25519")
     rekey(KeyChange(keys=ring(OLD), add=(ring(public),)), directory=tmp_path)
-    (checkpoint,) = Store(tmp_path).scan()
-    before = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
+    (checkpoint,) = api.listed(tmp_path)
+    before = api.place(tmp_path, keys=ring(private), allow_unencrypted=True).read_manifest(
         checkpoint.name
     )
     change = KeyChange(keys=ring(OLD), add=(ring(public), ring(NEW)), is_exclusive=True)
     reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
-    after = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
+    after = api.place(tmp_path, keys=ring(private), allow_unencrypted=True).read_manifest(
         checkpoint.name
     )
     assert before is not None
@@ -460,7 +458,7 @@ def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) ->
     assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
 
 
-class _Dying(OsFileSystem):
+class _Dying(api.OsFileSystem):
     """A disk of a process that dies when it gives the new data its name."""
 
     is_dead = False
@@ -483,11 +481,11 @@ def test_rotation_after_an_interrupted_overwrite_holds_when_the_next_run_cleans_
     tmp_path: Path,
 ) -> None:
     save_run(directory=tmp_path, steps=1)
-    dying = Store(tmp_path, fs=_Dying(), trust=Trust(keys=ring(OLD)))
+    dying = api.place(tmp_path, fs=_Dying(), keys=ring(OLD))
     (checkpoint,) = dying.scan()
     with pytest.raises(OSError, match="dead"):
-        recompress(dying, checkpoint, level=3, options=ReadOptions(trust=Trust(keys=ring(OLD))))
-    assert b'"replaces"' in (tmp_path / manifest_name(checkpoint.name)).read_bytes()
+        recompress(dying, checkpoint, level=3, options=api.reading(keys=ring(OLD)))
+    assert b'"replaces"' in (tmp_path / api.manifest_name(checkpoint.name)).read_bytes()
 
     rekey(ROTATION, directory=tmp_path)
     config = CheckpointConfig(keep="all", enc_key=NEW.raw, format="safetensors")

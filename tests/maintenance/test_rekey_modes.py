@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of keys leaves as it is: who may read the files, and a header that cannot be rewritten any more."""
+"""A change of keys keeps who may read the files, and a header that cannot be rewritten any more."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import UnsafeWrite
 from ckptmgr.cli.exits import Exit
-from ckptmgr.core.errors import UnsafeWrite
 from ckptmgr.crypto.container.unlock import unlock
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance.rekey import open_for_rekeying, plan_rekeying, reencrypt_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.store.store import Store
 from tests.cli.running import run
+from tests.support import api
 from tests.support.rekeying import NEW, OLD, ROTATION, rekey, ring, save_run
 from tests.support.saved import only, overwrite
 
@@ -45,7 +45,7 @@ def test_rekey_keeps_who_may_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
 def test_reencrypt_keeps_who_may_read(tmp_path: Path, form: str) -> None:
     before = shared(tmp_path, form=form)
-    reencrypt_checkpoint(open_for_rekeying(tmp_path, ANEW), only(Store(tmp_path)), ANEW)
+    reencrypt_checkpoint(open_for_rekeying(tmp_path, ANEW), only(api.place(tmp_path)), ANEW)
     assert modes(tmp_path) == before
 
 
@@ -66,6 +66,8 @@ def test_header_of_the_last_generation_is_refused_and_encrypted_anew(tmp_path: P
     last = replace(unlocked.header, generation=2**64 - 1).pack(unlocked.data_key)
     overwrite(path, last * 2 + content[2 * len(last) :])
     with pytest.raises(UnsafeWrite, match=r"as often as can be(.|\n)*ckptmgr reencrypt"):
-        plan_rekeying(open_for_rekeying(tmp_path, ROTATION), only(Store(tmp_path)), ROTATION)
-    answer = reencrypt_checkpoint(open_for_rekeying(tmp_path, ANEW), only(Store(tmp_path)), ANEW)
+        plan_rekeying(open_for_rekeying(tmp_path, ROTATION), only(api.place(tmp_path)), ROTATION)
+    answer = reencrypt_checkpoint(
+        open_for_rekeying(tmp_path, ANEW), only(api.place(tmp_path)), ANEW
+    )
     assert answer.is_pending

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged files of many ranks: what is said about them, and what makes them whole again."""
+"""Damaged files of many ranks: their reports, and their repair."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    Ranks,
+    StoreLocked,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.maintenance.repair import repair_checkpoint
-from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
 from ckptmgr.store.name_leases import hold_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.crashmodel import FailingDisk
 
 WEIGHTS = np.arange(30_000, dtype=np.float32).reshape(300, 100)
@@ -48,12 +50,12 @@ def saved(
 
     for outcome in run_ranks(meeting, save):
         assert outcome.raised is None, outcome.raised
-    (found,) = Store(directory).scan()
+    (found,) = api.listed(directory)
     return found
 
 
 def damage(path: Path, at: float, length: int = 1) -> bytes:
-    """Change bytes of a file; return what it was."""
+    """Change bytes of a file; return its former content."""
     good = path.read_bytes()
     bad = bytearray(good)
     place = int(len(bad) * at)
@@ -71,17 +73,17 @@ def test_damaged_content_is_repaired_byte_by_byte(format: str, crc: bool, tmp_pa
     found = saved(tmp_path, format=format, crc_check=crc)
     path = tmp_path / found.shards[2]
     good = damage(path, 0.3, 400)
-    before = verify_checkpoint(Store(tmp_path), found)
-    assert before.status is Status.DAMAGED
+    before = api.verify(api.place(tmp_path), found)
+    assert before.status is api.Status.DAMAGED
     assert before.hint is not None
     assert f"ckptmgr repair {found.path} repairs {found.shards[2]} from " in before.hint
-    (done,) = repair_checkpoint(Store(tmp_path), found)
+    (done,) = repair_checkpoint(api.place(tmp_path), found)
     assert (done.name, done.problem, done.bad_bytes) == (found.shards[2], None, len(good))
     assert done.sources
     assert found.shards[2] not in done.sources
     assert path.read_bytes() == good
-    assert verify_checkpoint(Store(tmp_path), found).status is Status.OK
-    assert repair_checkpoint(Store(tmp_path), found) == []
+    assert api.verify(api.place(tmp_path), found).status is api.Status.OK
+    assert repair_checkpoint(api.place(tmp_path), found) == []
 
 
 def test_quick_look_does_not_search_for_cures(tmp_path: Path) -> None:
@@ -89,7 +91,7 @@ def test_quick_look_does_not_search_for_cures(tmp_path: Path) -> None:
     path = tmp_path / found.shards[1]
     path.chmod(0o600)
     path.write_bytes(path.read_bytes()[:-8])
-    answer = verify_checkpoint(Store(tmp_path), found, level=Level.QUICK)
+    answer = api.verify(api.place(tmp_path), found, level=api.Level.QUICK)
     assert "repair" not in (answer.hint or "")
 
 
@@ -100,9 +102,9 @@ def test_end_that_was_cut_off_is_repaired(tmp_path: Path) -> None:
     for bad in (good[:-3000], good + b"more"):
         path.chmod(0o600)
         path.write_bytes(bad)
-        (broken,) = Store(tmp_path).scan()
-        assert broken.state is State.CORRUPT
-        (done,) = repair_checkpoint(Store(tmp_path), broken)
+        (broken,) = api.listed(tmp_path)
+        assert broken.state is api.State.CORRUPT
+        (done,) = repair_checkpoint(api.place(tmp_path), broken)
         assert done.problem is None
         assert path.read_bytes() == good
 
@@ -110,14 +112,14 @@ def test_end_that_was_cut_off_is_repaired(tmp_path: Path) -> None:
 def test_two_files_heal_each_other_where_the_copies_are_elsewhere(tmp_path: Path) -> None:
     found = saved(tmp_path, keep_redundancy=4)
     goods = {name: damage(tmp_path / name, 0.6) for name in found.shards[1:3]}
-    assert [one.problem for one in repair_checkpoint(Store(tmp_path), found)] == [None, None]
+    assert [one.problem for one in repair_checkpoint(api.place(tmp_path), found)] == [None, None]
     assert {name: (tmp_path / name).read_bytes() for name in goods} == goods
 
 
 def test_states_saved_whole_heal_each_other(tmp_path: Path) -> None:
     found = saved(tmp_path, remove_redundancy=False)
     good = damage(tmp_path / found.shards[3], 0.5)
-    (done,) = repair_checkpoint(Store(tmp_path), found)
+    (done,) = repair_checkpoint(api.place(tmp_path), found)
     assert done.problem is None
     assert (tmp_path / found.shards[3]).read_bytes() == good
 
@@ -138,11 +140,11 @@ def test_what_nobody_else_has_stays_damaged_and_is_named(
     path = tmp_path / found.shards[2]
     damage(path, at, 8)
     bad = path.read_bytes()
-    (done,) = repair_checkpoint(Store(tmp_path), found)
+    (done,) = repair_checkpoint(api.place(tmp_path), found)
     assert done.problem is not None
     assert problem in done.problem
     assert path.read_bytes() == bad
-    hint = verify_checkpoint(Store(tmp_path), found).hint
+    hint = api.verify(api.place(tmp_path), found).hint
     assert hint is not None
     assert "repair" not in hint
 
@@ -150,19 +152,19 @@ def test_what_nobody_else_has_stays_damaged_and_is_named(
 def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
     found = saved(tmp_path)
     (tmp_path / found.shards[0]).unlink()
-    (done,) = repair_checkpoint(Store(tmp_path), found)
+    (done,) = repair_checkpoint(api.place(tmp_path), found)
     assert (done.name, done.problem) == (found.shards[0], "it is gone")
 
 
 def test_single_files_and_missing_manifests_are_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, prefix="one") as ours:
         ours.save(1, {"w": WEIGHTS})
-    (single,) = Store(tmp_path).scan()
+    (single,) = api.listed(tmp_path)
     with pytest.raises(UnsupportedCheckpoint, match="single file"):
-        repair_checkpoint(Store(tmp_path), single)
+        repair_checkpoint(api.place(tmp_path), single)
     (tmp_path / f"{single.name}.manifest.json").unlink()
     with pytest.raises(CheckpointNotFound):
-        repair_checkpoint(Store(tmp_path), single)
+        repair_checkpoint(api.place(tmp_path), single)
 
 
 @pytest.mark.parametrize("operation", ["reserve", "sync", "replace"])
@@ -171,9 +173,9 @@ def test_disk_that_fails_leaves_the_damaged_file(operation: str, tmp_path: Path)
     path = tmp_path / found.shards[2]
     damage(path, 0.5)
     bad, names = path.read_bytes(), sorted(one.name for one in tmp_path.iterdir())
-    disk = FailingDisk(OsFileSystem(), operation=operation, call=1, error=errno.EIO)
+    disk = FailingDisk(api.OsFileSystem(), operation=operation, call=1, error=errno.EIO)
     with pytest.raises(OSError, match="Input/output"):
-        repair_checkpoint(Store(tmp_path, fs=disk), found)
+        repair_checkpoint(api.place(tmp_path, fs=disk), found)
     assert path.read_bytes() == bad
     assert set(names) >= {one.name for one in tmp_path.iterdir() if "lock" not in one.name}
 
@@ -216,5 +218,5 @@ def test_command_heals_encrypted_files_with_their_key(tmp_path: Path) -> None:
 
 def test_repair_is_refused_while_somebody_holds_the_name(tmp_path: Path) -> None:
     found = saved(tmp_path)
-    with hold_name(OsFileSystem(), tmp_path, found.name), pytest.raises(StoreLocked):
-        repair_checkpoint(Store(tmp_path), found)
+    with hold_name(api.OsFileSystem(), tmp_path, found.name), pytest.raises(StoreLocked):
+        repair_checkpoint(api.place(tmp_path), found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted and compressed files of many ranks that are damaged: written anew from what the manifest proves."""
+"""Encrypted and compressed files of many ranks that are damaged: rewritten from content that the manifest proves."""
 
 from __future__ import annotations
 
@@ -10,31 +10,29 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.maintenance.repair_source import RepairResult
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.shards import RankFiles
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock
 from tests.parallel.test_sharded_state import job
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.support.damage import put
 from tests.support.runs import manager_on
 
-SIGNER = SigningKey(bytes(range(32)))
-OPTIONS = ReadOptions(trust=Trust(keys=Key(KEY)))
+SIGNER = api.SigningKey(bytes(range(32)))
+OPTIONS = api.reading(keys=api.Key(KEY))
 WEIGHTS = np.random.default_rng(7).standard_normal((30_000, 100)).astype(np.float32)
 SAFETENSORS: dict[str, Any] = {"format": "safetensors"}
 ZSTD: dict[str, Any] = {"format": "safetensors", "compression": "zstd"}
@@ -62,18 +60,17 @@ def saved(
     return disk
 
 
-def store_on(disk: ModelDisk, key: bytes | None = KEY) -> Store:
-    return Store(
+def store_on(disk: ModelDisk, key: bytes | None = KEY) -> api.Place:
+    return api.place(
         RUNS,
         fs=disk,
-        trust=Trust(
-            keys=None if key is None else Key(key), allow_unencrypted=not (key is not None)
-        ),
+        keys=None if key is None else api.Key(key),
+        allow_unencrypted=not (key is not None),
         processes=ModelProcesses(disk),
     )
 
 
-def first_of(store: Store) -> Checkpoint:
+def first_of(store: api.Place) -> Checkpoint:
     return min(store.scan(), key=lambda found: found.step)
 
 
@@ -85,7 +82,7 @@ def damage(disk: ModelDisk, name: str, at: float) -> None:
 
 def repaired(disk: ModelDisk, key: bytes | None = KEY) -> list[RepairResult]:
     store = store_on(disk, key)
-    options = OPTIONS if key is not None else ReadOptions()
+    options = OPTIONS if key is not None else api.reading()
     return repair_checkpoint(store, first_of(store), options=options, clock=lambda: START + 1e6)
 
 
@@ -93,7 +90,7 @@ def tensor(disk: ModelDisk, name: str, key: bytes | None = KEY, *, rank: int = 0
     store = store_on(disk, key)
     manifest = store.read_manifest(first_of(store).name)
     assert manifest is not None
-    options = OPTIONS if key is not None else ReadOptions()
+    options = OPTIONS if key is not None else api.reading()
     with ShardedCheckpoint(store, manifest, options=options) as files:
         return files.read({name: None}, rank=rank)[name]
 
@@ -112,12 +109,12 @@ def test_damaged_file_is_written_anew(config: dict[str, Any], key: bytes | None)
     assert done.sources
     store = store_on(disk, key)
     (after,) = store.scan()
-    assert after.state is State.OK
+    assert after.state is api.State.OK
     assert after.shards[0] == before.shards[0]
     assert after.shards[1] != before.shards[1]
     assert not any(name == before.shards[1] for name in disk.list(RUNS))
-    options = OPTIONS if key is not None else ReadOptions()
-    assert verify_checkpoint(store, after, options=options).status is Status.OK
+    options = OPTIONS if key is not None else api.reading()
+    assert api.verify(store, after, options=options).status is api.Status.OK
     np.testing.assert_array_equal(tensor(disk, "w", key), WEIGHTS)
     assert repaired(disk, key) == []
 
@@ -138,21 +135,22 @@ def test_power_cut_leaves_the_old_set_or_the_healed_one() -> None:
     damage(disk, before.shards[1], 0.5)
     disk.settle()
     for crash in every_crash(disk, repaired, order=Order.WEAK, tears=1):
-        later = Store(
+        later = api.place(
             RUNS,
             clock=lambda: START + 2e6,
             fs=crash.disk,
-            trust=Trust(keys=Key(KEY), allow_unencrypted=True),
+            keys=api.Key(KEY),
+            allow_unencrypted=True,
             processes=ModelProcesses(crash.disk),
         )
         with later.lease(SERIES):
             RankFiles(later).recover(SERIES)
         (found,) = later.scan()
-        assert found.state is State.OK, crash
+        assert found.state is api.State.OK, crash
         assert {n for n in crash.disk.list(RUNS) if "-of-" in n} == set(found.shards), crash
         is_healed = found.shards != before.shards
-        status = verify_checkpoint(store_on(crash.disk), found, options=OPTIONS).status
-        assert status is (Status.OK if is_healed else Status.DAMAGED), crash
+        status = api.verify(store_on(crash.disk), found, options=OPTIONS).status
+        assert status is (api.Status.OK if is_healed else api.Status.DAMAGED), crash
         assert is_healed or not crash.is_finished, crash
 
 
@@ -207,8 +205,10 @@ def test_set_for_more_keys_than_are_given_keeps_its_files(tmp_path: Path) -> Non
     assert "for key" in str(done.problem)
     assert "X25519" in str(done.problem)
     assert first_of(store_on(disk)).shards == before.shards
-    both = KeyRing([KeyMaterial.of_key(Key(KEY)), KeyMaterial(KeyKind.PEM, public.read_bytes())])
-    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(trust=Trust(keys=both)))
+    both = KeyRing(
+        [KeyMaterial.of_key(api.Key(KEY)), KeyMaterial(KeyKind.PEM, public.read_bytes())]
+    )
+    (done,) = repair_checkpoint(store_on(disk), before, options=api.reading(keys=both))
     assert done.problem is None
 
 
@@ -216,8 +216,8 @@ def test_set_that_takes_one_key_is_not_healed_with_two() -> None:
     disk = saved(enc_key=KEY)
     before = first_of(store_on(disk))
     damage(disk, before.shards[1], 0.5)
-    both = KeyRing([KeyMaterial.of_key(Key(one)) for one in (bytes(16), KEY)])
-    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(trust=Trust(keys=both)))
+    both = KeyRing([KeyMaterial.of_key(api.Key(one)) for one in (bytes(16), KEY)])
+    (done,) = repair_checkpoint(store_on(disk), before, options=api.reading(keys=both))
     assert "takes one key and nothing else" in str(done.problem)
     assert first_of(store_on(disk)).shards == before.shards
 
@@ -228,13 +228,15 @@ def test_signed_set_needs_the_signing_key() -> None:
     with pytest.raises(KeyProblem, match="signed") as caught:
         repaired(disk)
     assert "--signing-key" in str(caught.value.hint)
-    with_signer = Store(RUNS, fs=disk, trust=Trust(keys=Key(KEY), signing_key=SIGNER))
+    with_signer = api.place(RUNS, fs=disk, keys=api.Key(KEY), signing_key=SIGNER)
     (done,) = repair_checkpoint(with_signer, first_of(with_signer), options=OPTIONS)
     assert done.problem is None
-    trusting = Store(
+    trusting = api.place(
         RUNS,
         fs=disk,
-        trust=Trust(keys=Key(KEY), trusted_keys=(SIGNER.public_key,), allow_unencrypted=True),
+        keys=api.Key(KEY),
+        trusted_keys=(SIGNER.public_key,),
+        allow_unencrypted=True,
     )
     manifest = trusting.read_manifest(first_of(trusting).name)
     assert manifest is not None
@@ -330,7 +332,7 @@ def test_full_disk_at_the_manifest_leaves_no_new_file() -> None:
     before = first_of(store_on(disk)).shards
     damage(disk, before[1], 0.5)
     failing = FailingDisk(disk, operation="create", call=2)
-    store = Store(RUNS, fs=failing, trust=Trust(keys=Key(KEY)), processes=ModelProcesses(disk))
+    store = api.place(RUNS, fs=failing, keys=api.Key(KEY), processes=ModelProcesses(disk))
     with pytest.raises(OSError, match=r"(?i)no space|injected|input.output error"):
         repair_checkpoint(store, first_of(store), options=OPTIONS, clock=lambda: START + 1e6)
     assert first_of(store_on(disk)).shards == before

@@ -17,20 +17,19 @@ from ckptmgr import (
     ModelCheckpoint,
     Ranks,
     Snapshots,
+    UnprovenCheckpoint,
+    UnsupportedCheckpoint,
     load_checkpoint,
 )
-from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.cli.running import run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 from tests.support.surface import Loop, data_files
 from tests.training.test_unproven import KEY, STRANGERS, Add, add_other_key, key_source, train
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 TRASH = ".ckptmgr-trash"
 FAR = "99991231T235959.999999Z"
 
@@ -49,7 +48,7 @@ def add(
     for path in elsewhere.glob(f"{prefix}-*"):
         shutil.copy(path, runs)
     if said:
-        manifest = runs / manifest_name(f"{prefix}-{number}.ckpt")
+        manifest = runs / api.manifest_name(f"{prefix}-{number}.ckpt")
         overwrite(manifest, json.dumps(json.loads(manifest.read_text()) | said).encode())
 
 
@@ -195,7 +194,7 @@ def test_checkpoint_whose_manifest_cannot_be_read_is_listed_in_its_series(
     train(tmp_path, range(1, 3))
     if not name.endswith(".shards"):
         (tmp_path / name).write_bytes(b"x")
-    manifest = tmp_path / f"{name}{SUFFIX}"
+    manifest = tmp_path / f"{name}{api.MANIFEST_SUFFIX}"
     if text is None:
         manifest.mkdir()
     else:
@@ -203,7 +202,7 @@ def test_checkpoint_whose_manifest_cannot_be_read_is_listed_in_its_series(
     with manager(tmp_path) as ours:
         states = {c.name: (c.step, c.state) for c in ours.checkpoints()}
         found = ours.resume()
-    assert states[name] == (3, State.CORRUPT)
+    assert states[name] == (3, api.State.CORRUPT)
     assert (found.step, [one.checkpoint.name for one in found.skipped]) == (2, [name])
 
 

@@ -15,19 +15,22 @@ from random import Random
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, Ranks, load_checkpoint, open_checkpoint, save_checkpoint
+from ckptmgr import (
+    CheckpointManager,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    Ranks,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.cli.selectors import select_one
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
-from ckptmgr.maintenance.verify import Status, Verification, verify_checkpoint
-from ckptmgr.store.manifest.codec import FileEntry, encode, manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import run
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.manifests import manifest
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,15 +39,15 @@ KEY = bytes(range(32))
 FUZZED = 150
 
 
-def verified(path: Path, key: bytes | None) -> Verification:
+def verified(path: Path, key: bytes | None) -> api.Verification:
     """Return what `verify` says of one file."""
-    options = ReadOptions(trust=Trust(keys=None if key is None else Key(key)))
+    options = api.reading(keys=None if key is None else api.Key(key))
 
-    def open_store(directory: Path) -> Store:
-        return Store(directory, trust=options.trust)
+    def open_store(directory: Path) -> api.Place:
+        return api.place(directory, trust=options.trust)
 
     found = select_one(str(path), path.parent, open_store)
-    return verify_checkpoint(found.store, found.checkpoint, options=options)
+    return api.verify(found.store, found.checkpoint, options=options)
 
 
 def loaded(path: Path, key: bytes | None) -> Exception | None:
@@ -70,13 +73,13 @@ def loaded(path: Path, key: bytes | None) -> Exception | None:
     return None
 
 
-def check_that_verify_and_load_agree(path: Path, key: bytes | None) -> Status:
+def check_that_verify_and_load_agree(path: Path, key: bytes | None) -> api.Status:
     answer, error = verified(path, key), loaded(path, key)
-    if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
+    if answer.status in (api.Status.OK, api.Status.UNVERIFIED, api.Status.PARTIAL):
         is_locked = key is None and isinstance(error, KeyProblem) and "encrypted" in str(answer)
         is_other = "holds a file that is no checkpoint" in str(error)
         assert error is None or is_locked or is_other, (answer, error)
-    elif answer.status is not Status.UNPROVEN:  # which says that nothing proves its step
+    elif answer.status is not api.Status.UNPROVEN:  # which says that nothing proves its step
         assert error is not None, answer
     return answer.status
 
@@ -136,8 +139,8 @@ def test_fuzzed_file_loads_as_verify_says(tmp_path: Path, name: str) -> None:
         seed = seeds[number % len(seeds)]
         path.write_bytes(seed if number < len(seeds) else target.mutate(rng, seed))
         found.add(check_that_verify_and_load_agree(path, key))
-    assert Status.DAMAGED in found
-    assert found & {Status.OK, Status.UNVERIFIED, Status.UNPROVEN}
+    assert api.Status.DAMAGED in found
+    assert found & {api.Status.OK, api.Status.UNVERIFIED, api.Status.UNPROVEN}
 
 
 def with_shape(shape: str) -> bytes:
@@ -153,7 +156,7 @@ def test_shape_that_no_array_can_have_is_refused_by_verify_and_by_every_reader(
 ) -> None:
     path = tmp_path / "net.safetensors"
     path.write_bytes(with_shape(shape))
-    assert check_that_verify_and_load_agree(path, None) is Status.UNREADABLE
+    assert check_that_verify_and_load_agree(path, None) is api.Status.UNREADABLE
     for command in (["verify"], ["inspect"], ["convert", "--compression", "zstd"]):
         result = run(*command, path)
         assert "no array has the shape" in result.output or "dimensions" in result.output
@@ -216,7 +219,7 @@ def test_link_or_other_thing_in_place_of_the_manifest_is_damage_to_every_reader(
         newest = manager.latest()
     assert newest is not None
     path = newest.path
-    replaced(runs / manifest_name(path.name))
+    replaced(runs / api.manifest_name(path.name))
     listed = json.loads(run("ls", runs, "--json").stdout)["items"]
     assert sorted(one["state"] for one in listed) == ["corrupt", "ok"]
     plan = run("prune", runs, "--keep", "last(1)", "--dry-run").stdout
@@ -263,13 +266,17 @@ def test_bool_of_two_in_a_file_that_somebody_vouches_for_is_named_by_verify(
     header = b'{"w":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]}}'
     path = tmp_path / "net-1.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"\x01\x02")
-    assert check_that_verify_and_load_agree(path, None) is Status.DAMAGED
+    assert check_that_verify_and_load_agree(path, None) is api.Status.DAMAGED
     digest = digest_of(BytesSource(path.read_bytes()))
-    file = FileEntry(name=path.name, digest=digest, format="safetensors", cipher=None, key_id=None)
+    file = api.FileEntry(
+        name=path.name, digest=digest, format="safetensors", cipher=None, key_id=None
+    )
     described = replace(manifest(), file=file)
-    ring = None if key is None else Key(key)
-    (tmp_path / manifest_name(path.name)).write_bytes(encode(described, trust=Trust(keys=ring)))
-    assert check_that_verify_and_load_agree(path, None) is Status.DAMAGED
+    ring = None if key is None else api.Key(key)
+    (tmp_path / api.manifest_name(path.name)).write_bytes(
+        api.encode_manifest(described, trust=api.Trust(keys=ring))
+    )
+    assert check_that_verify_and_load_agree(path, None) is api.Status.DAMAGED
 
 
 def test_link_that_a_user_made_is_followed(tmp_path: Path) -> None:
@@ -280,7 +287,7 @@ def test_link_that_a_user_made_is_followed(tmp_path: Path) -> None:
     behind_a_link(path)
     with pytest.raises(CorruptCheckpoint, match="link or no regular file"):
         load_checkpoint(tmp_path / "newest.ckpt")
-    (tmp_path / manifest_name("net.ckpt")).unlink()
+    (tmp_path / api.manifest_name("net.ckpt")).unlink()
     assert load_checkpoint(tmp_path / "newest.ckpt").keys() == {"w"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events of the real kernel, through the installed watchdog: what is heard, and what was lost."""
+"""Events of the real kernel, through the installed watchdog: received and lost ones."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_wait_of_a_day_blocks_for_a_second_at_a_time(
     class Queue:
         def get(self, timeout: float) -> None:
             waited.append(timeout)
-            if len(waited) == 3:  # what the handler of a signal does
+            if len(waited) == 3:  # as the handler of a signal does
                 raise KeyboardInterrupt
             raise queue.Empty
 

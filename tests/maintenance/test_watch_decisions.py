@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watch verifies, reports and alarms about, for listings and times that are given to it."""
+"""Checks, reports and alarms of a watch, for listings and times that are given to it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.model import Checkpoint, Link, State
-from ckptmgr.maintenance.verdict import Level, Status, Verification
+from ckptmgr import Checkpoint
+from ckptmgr.core.model import Link
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
 from ckptmgr.maintenance.watch.model import AlarmKey, Holder, Limits, Listing, Report, Seen
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
+from tests.support import api
 
 HERE = Path("/runs")
 LIVE = {"net": Holder("live", "process 7 on host")}
@@ -32,7 +33,7 @@ def saved(
     at: float | None = None,
     size_bytes: int = 100,
     run: str | None = "r",
-    state: State = State.OK,
+    state: api.State = api.State.OK,
     series: str = "net",
     duration_s: float | None = None,
     changed_at: float = 0.0,
@@ -57,7 +58,7 @@ def saved(
     )
 
 
-def leftover(name: str = TEMP, state: State = State.LEFTOVER) -> Seen:
+def leftover(name: str = TEMP, state: api.State = api.State.LEFTOVER) -> Seen:
     one = saved(3).checkpoint
     return Seen(
         checkpoint=replace(one, path=HERE / name, state=state), fingerprint="", changed_at=0
@@ -76,10 +77,10 @@ def listed(watch: DirectoryWatch, at: float, *seen: Seen, **more: object) -> lis
 
 
 def check(
-    watch: DirectoryWatch, at: float, seen: Seen, status: Status = Status.OK, *problems: str
+    watch: DirectoryWatch, at: float, seen: Seen, status: api.Status = api.Status.OK, *problems: str
 ) -> list[Report]:
-    answer = Verification(
-        checkpoint=seen.checkpoint, level=Level.FULL, status=status, problems=problems
+    answer = api.Verification(
+        checkpoint=seen.checkpoint, level=api.Level.FULL, status=status, problems=problems
     )
     return watch.verified(at, seen, answer, seconds=0.5)
 
@@ -147,12 +148,12 @@ def test_what_passed_before_a_restart_is_not_verified_again_unless_it_changed() 
 
 def test_unfinished_files_are_neither_verified_nor_reported() -> None:
     watch = watch_of()
-    assert listed(watch, T0, leftover(state=State.WRITING)) == []
+    assert listed(watch, T0, leftover(state=api.State.WRITING)) == []
     assert watch.due(T0) is None
 
 
 def test_file_without_manifest_is_verified_when_it_stopped_changing() -> None:
-    bare = saved(1, run=None, state=State.UNVERIFIED, changed_at=T0 - 2)
+    bare = saved(1, run=None, state=api.State.UNVERIFIED, changed_at=T0 - 2)
     watch = watch_of(bare, limits=Limits(settle_s=10))
     assert watch.due(T0) is None
     assert watch.next_at(T0) == T0 + 8
@@ -160,14 +161,14 @@ def test_file_without_manifest_is_verified_when_it_stopped_changing() -> None:
 
 
 def test_wrong_clock_of_the_disk_does_not_delay_a_check_for_ever() -> None:
-    bare = saved(1, run=None, state=State.UNVERIFIED, changed_at=T0 + 1e6)
+    bare = saved(1, run=None, state=api.State.UNVERIFIED, changed_at=T0 + 1e6)
     assert watch_of(bare, limits=Limits(settle_s=10)).due(T0 + 10) == bare
 
 
 def test_damage_of_an_old_file_is_an_alarm_until_it_is_gone() -> None:
     bad = saved(1)
     watch = watch_of(bad)
-    reports = check(watch, T0, bad, Status.DAMAGED, "CRC mismatch")
+    reports = check(watch, T0, bad, api.Status.DAMAGED, "CRC mismatch")
     assert events(reports) == [
         ("verified", "net-1.ckpt damaged: CRC mismatch"),
         ("alarm", "net-1.ckpt: CRC mismatch"),
@@ -185,10 +186,10 @@ def test_damage_of_an_old_file_is_an_alarm_until_it_is_gone() -> None:
 def test_damage_of_a_file_that_changed_just_now_counts_when_it_is_found_again() -> None:
     bad = saved(1, changed_at=T0 - 1)
     watch = watch_of(bad, limits=Limits(settle_s=10))
-    assert check(watch, T0, bad, Status.DAMAGED, "half") == []
+    assert check(watch, T0, bad, api.Status.DAMAGED, "half") == []
     assert watch.due(T0 + 9) is None
     assert watch.due(T0 + 10) == bad
-    assert [name for name, _ in events(check(watch, T0 + 10, bad, Status.DAMAGED, "half"))] == [
+    assert [name for name, _ in events(check(watch, T0 + 10, bad, api.Status.DAMAGED, "half"))] == [
         "verified",
         "alarm",
     ]
@@ -197,20 +198,20 @@ def test_damage_of_a_file_that_changed_just_now_counts_when_it_is_found_again() 
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (Status.MISSING, "damaged"),
-        (Status.WRONG_KEY, "unproven"),
-        (Status.UNPROVEN, "unproven"),
-        (Status.UNSEALED, "unproven"),
-        (Status.UNREADABLE, "unreadable"),
+        (api.Status.MISSING, "damaged"),
+        (api.Status.WRONG_KEY, "unproven"),
+        (api.Status.UNPROVEN, "unproven"),
+        (api.Status.UNSEALED, "unproven"),
+        (api.Status.UNREADABLE, "unreadable"),
     ],
 )
-def test_each_bad_status_has_an_alarm(status: Status, kind: str) -> None:
+def test_each_bad_status_has_an_alarm(status: api.Status, kind: str) -> None:
     watch = watch_of(saved(1))
     assert [one.alarm for one in check(watch, T0, saved(1), status)] == [None, kind]
 
 
-@pytest.mark.parametrize("status", [Status.UNVERIFIED, Status.PARTIAL])
-def test_what_nothing_vouches_for_is_no_alarm(status: Status) -> None:
+@pytest.mark.parametrize("status", [api.Status.UNVERIFIED, api.Status.PARTIAL])
+def test_what_nothing_vouches_for_is_no_alarm(status: api.Status) -> None:
     watch = watch_of(saved(1))
     check(watch, T0, saved(1), status)
     assert watch.standing == {}
@@ -218,9 +219,9 @@ def test_what_nothing_vouches_for_is_no_alarm(status: Status) -> None:
 
 def test_what_cannot_be_read_is_tried_again_and_reported_when_that_changes() -> None:
     watch = watch_of(saved(1), limits=Limits(retry_s=30))
-    check(watch, T0, saved(1), Status.UNREADABLE, "Permission denied")
+    check(watch, T0, saved(1), api.Status.UNREADABLE, "Permission denied")
     assert watch.next_at(T0) == T0 + 30
-    assert check(watch, T0 + 30, saved(1), Status.UNREADABLE, "Permission denied") == []
+    assert check(watch, T0 + 30, saved(1), api.Status.UNREADABLE, "Permission denied") == []
     assert events(check(watch, T0 + 60, saved(1))) == [
         ("verified", "net-1.ckpt ok"),
         ("cleared", "net-1.ckpt: Permission denied"),
@@ -237,7 +238,7 @@ def test_checkpoint_that_was_removed_before_its_check_is_no_alarm() -> None:
 
 def test_vanished_directory_is_an_alarm_that_keeps_the_others() -> None:
     watch = watch_of(saved(1))
-    check(watch, T0, saved(1), Status.DAMAGED, "bad")
+    check(watch, T0, saved(1), api.Status.DAMAGED, "bad")
     assert events(watch.failed(T0, "gone")) == [("alarm", "gone")]
     assert watch.due(T0) is None
     assert watch.to_prune(T0, is_poll=True) == ([], [])
@@ -423,15 +424,15 @@ def test_retention_that_fails_is_an_alarm_until_it_succeeds() -> None:
 
 def test_damaged_checkpoint_is_moved_once_where_no_live_run_writes() -> None:
     watch = watch_of(saved(1), saved(2))
-    check(watch, T0, saved(1), Status.DAMAGED, "bad")
-    check(watch, T0, saved(2), Status.UNREADABLE, "Permission denied")
+    check(watch, T0, saved(1), api.Status.DAMAGED, "bad")
+    check(watch, T0, saved(2), api.Status.UNREADABLE, "Permission denied")
     assert watch.to_quarantine(T0) == ([saved(1)], [])
     assert watch.to_quarantine(T0) == ([], [])
 
 
 def test_damaged_checkpoint_of_a_live_run_is_moved_after_its_end() -> None:
     watch = watch_of(saved(1), holders=LIVE)
-    check(watch, T0, saved(1), Status.DAMAGED, "bad")
+    check(watch, T0, saved(1), api.Status.DAMAGED, "bad")
     chosen, reports = watch.to_quarantine(T0)
     assert (chosen, [one.event for one in reports]) == ([], ["note"])
     listed(watch, T0, saved(1))
@@ -443,14 +444,14 @@ def test_damage_that_is_not_believed_yet_and_files_of_ranks_are_not_moved() -> N
     one = saved(2)
     ranks = replace(one, checkpoint=replace(one.checkpoint, shards=("a", "b")))
     watch = watch_of(fresh, ranks)
-    check(watch, T0, fresh, Status.DAMAGED, "half")
-    check(watch, T0, ranks, Status.DAMAGED, "bad")
+    check(watch, T0, fresh, api.Status.DAMAGED, "half")
+    check(watch, T0, ranks, api.Status.DAMAGED, "bad")
     assert watch.to_quarantine(T0) == ([], [])
 
 
 def test_rows_are_of_series_with_what_they_wait_for() -> None:
     watch = watch_of(saved(1), saved(2, series="other"), holders=LIVE, free_bytes=10**9)
-    check(watch, T0, saved(1), Status.DAMAGED, "bad")
+    check(watch, T0, saved(1), api.Status.DAMAGED, "bad")
     net, other = watch.rows()
     assert (net.series, net.unverified, net.alarms) == ("net", 0, ("damaged",))
     assert (other.series, other.unverified, other.alarms) == ("other", 1, ())
@@ -462,7 +463,7 @@ def test_rows_are_of_series_with_what_they_wait_for() -> None:
 CHANGES = st.lists(
     st.one_of(
         st.tuples(st.just("list"), st.sets(st.integers(1, 5))),
-        st.tuples(st.just("verify"), st.sampled_from([Status.OK, Status.DAMAGED])),
+        st.tuples(st.just("verify"), st.sampled_from([api.Status.OK, api.Status.DAMAGED])),
         st.tuples(st.just("fail"), st.none()),
         st.tuples(st.just("tick"), st.integers(1, 200)),
     ),
@@ -487,7 +488,7 @@ def test_every_alarm_begins_once_and_ends_once_whatever_happens(
             at += value
             reports += watch.ticked(at)
         elif (due := watch.due(at)) is not None:
-            assert isinstance(value, Status)
+            assert isinstance(value, api.Status)
             reports += check(watch, at, due, value, "bad")
     standing: set[tuple[str | None, str]] = set()
     for one in reports:

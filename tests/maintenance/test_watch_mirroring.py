@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a watch has mirrored, and its alarms about it, for uploads and times that are given to it."""
+"""Uploads of a watch, and its alarms about them, for uploads and times that are given to it."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from ckptmgr.maintenance.verdict import Status
 from ckptmgr.maintenance.watch.decisions import DirectoryWatch
 from ckptmgr.maintenance.watch.mirroring import Upload
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, Seen
 from tests.maintenance.test_watch_decisions import HERE, T0, check, listed, saved, watch_of
+from tests.support import api
 
 URL = "s3://bucket/run"
 WHOLE = AlarmKey("mirror", "")
@@ -42,7 +42,7 @@ def test_only_what_passed_its_check_as_it_is_now_is_wanted() -> None:
     good, bad, unchecked = saved(1), saved(2), saved(3)
     watch = watch_of(good, bad, unchecked)
     check(watch, T0, good)
-    check(watch, T0, bad, Status.DAMAGED, "digest")
+    check(watch, T0, bad, api.Status.DAMAGED, "digest")
     assert wanted(watch) == ["net-1.ckpt"]
     listed(watch, T0 + 1, replace(good, fingerprint="b"), bad, unchecked)
     assert wanted(watch) == []
@@ -51,7 +51,7 @@ def test_only_what_passed_its_check_as_it_is_now_is_wanted() -> None:
 def test_encrypted_checkpoint_that_was_checked_without_its_key_is_wanted() -> None:
     seen = saved(1)
     watch = watch_of(seen)
-    check(watch, T0, seen, Status.PARTIAL)
+    check(watch, T0, seen, api.Status.PARTIAL)
     assert wanted(watch) == ["net-1.ckpt"]
 
 

@@ -9,14 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, parse_policy
 from ckptmgr.io.leases import ProcProcesses, lease_path
 from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.model import Limits, Report
 from ckptmgr.maintenance.watch.watcher import Settings, Watcher
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import save_run
 
 NOW_S = 2e9
@@ -92,7 +90,7 @@ def test_series_whose_lock_is_held_is_left_alone(tmp_path: Path, clock: Clock) -
     save_run(tmp_path, [10, 20])
     settings = replace(QUIET, policy_of=lambda _: parse_policy("last(1)"))
     path = lease_path(tmp_path, "net")
-    with Store(tmp_path).lease("net"), Watcher([tmp_path], settings, clock=clock) as watcher:
+    with api.place(tmp_path).lease("net"), Watcher([tmp_path], settings, clock=clock) as watcher:
         path.write_text("process 7 on other\n0-0-7-7 1\n")  # of another host: nothing is known
         found = until_idle(watcher.run(tick_s=0.0))
         assert len(list(tmp_path.glob("*.ckpt"))) == 2
@@ -107,7 +105,7 @@ def holder_of(directory: Path, text: str | None) -> object:
 
 
 def test_holder_is_the_process_that_the_lease_file_names(tmp_path: Path) -> None:
-    own = Store(tmp_path).processes.token()
+    own = api.place(tmp_path).processes.token()
     host, boot, pid, start = own.split("-")
     dead = f"{host}-{boot}-{pid}-{int(start) + 1}"
     assert holder_of(tmp_path, None) is None
@@ -173,7 +171,7 @@ def test_duration_of_a_save_comes_from_its_manifest_and_damage_hides_it(tmp_path
     first, _ = save_run(tmp_path, [10, 20])
     place = WatchedDirectory(tmp_path, trust=QUIET.trust)
     assert all(one.duration_s for one in place.look(at=NOW_S).seen)
-    manifest = tmp_path / manifest_name(first.name)
+    manifest = tmp_path / api.manifest_name(first.name)
     manifest.chmod(0o600)
     manifest.write_text("{")
     found = {one.checkpoint.name: one.duration_s for one in place.look(at=NOW_S).seen}

@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote import mirror as mirrors
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 
 STEPS = 3
@@ -31,7 +31,7 @@ class Dying(CountedObjects):
     With `is_in_flight` another thread sends it meanwhile, and SIGKILL ends the process.
     """
 
-    def __init__(self, objects: Objects, last: int, *, is_in_flight: bool = False) -> None:
+    def __init__(self, objects: api.Objects, last: int, *, is_in_flight: bool = False) -> None:
         super().__init__(objects)
         self._end = last
         self._is_in_flight = is_in_flight
@@ -61,7 +61,7 @@ def train(directory: str, url: str) -> None:
 
 def main(directory: str, url: str, last: int) -> None:
     """Train with a store that ends the process."""
-    objects = Dying(open_objects(url), last)
+    objects = Dying(api.open_objects(url), last)
     mirrors.open_objects = lambda url: objects  # type: ignore[attr-defined]
     train(directory, url)
     print(len(objects.requests))  # noqa: T201

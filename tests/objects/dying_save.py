@@ -17,11 +17,10 @@ import numpy as np
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
 from ckptmgr.cli import main as run_command
-from ckptmgr.cli import remote_prune
 from ckptmgr.objects import requests
 from ckptmgr.remote import mirror as mirrors
+from ckptmgr.remote import upload as writers
 from ckptmgr.remote import watch_mirror as watch_mirrors
-from ckptmgr.remote import writer as writers
 from tests.cli.running import run
 from tests.objects.dying_run import Dying
 from tests.support import rekeying
@@ -82,7 +81,7 @@ def main(kind: str, url: str, last: int, *, is_in_flight: bool) -> None:
     elif kind == "rekeyed":
         upload_and_rekey(folder, url)
     objects = Dying(requests.open_objects(url), last, is_in_flight=is_in_flight)
-    for place in (writers, mirrors, watch_mirrors, remote_prune, requests):
+    for place in (writers, mirrors, watch_mirrors, requests):
         place.open_objects = lambda url: objects  # type: ignore[attr-defined]
     if kind == "save":
         train(url)

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import DEFAULT_TRUST
 from tests.cli.running import run
 from tests.objects.dying_save import STEPS, WATCH_KEEP, WATCHED_STEPS, train, train_mirrored
+from tests.support import api
 from tests.support.rekeying import NEW, OLD
 from tests.support.saved import save_run
 
@@ -42,11 +41,12 @@ def _run(
     )
 
 
-def _listed(url: str) -> dict[int, State]:
-    from ckptmgr.objects.filesystem import remote_store
-    from ckptmgr.objects.requests import open_objects
+def _listed(url: str) -> dict[int, api.State]:
+    from ckptmgr.objects.place import ObjectPlace
 
-    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    pass
+
+    found = ObjectPlace(api.open_objects(url), trust=api.DEFAULT_TRUST).scan()
     return {one.step: one.state for one in found}
 
 
@@ -89,7 +89,7 @@ def test_run_that_is_killed_at_any_write_loses_nothing_and_goes_on_on_both_machi
     assert len(ended) == 2 * 6
     for number, (url, folder, acknowledged) in enumerate(ended):
         found = _listed(url)
-        assert set(found.values()) <= {State.OK}
+        assert set(found.values()) <= {api.State.OK}
         assert run("verify", url).exit_code in ((0,) if found else (10,))
         if acknowledged:
             assert max(found) >= int(acknowledged[-1])
@@ -113,12 +113,12 @@ def test_mirror_that_is_killed_at_any_write_loses_nothing_and_the_next_run_finis
     assert len(ended) == 2 * 6
     for url, folder, acknowledged in ended:
         found = _listed(url)
-        assert set(found.values()) <= {State.OK}
+        assert set(found.values()) <= {api.State.OK}
         assert run("verify", url).exit_code in ((0,) if found else (10,))
         if acknowledged:
             assert max(found) >= int(acknowledged[-1])
         train_mirrored(folder / "run", url)
-        assert _listed(url) == {STEPS: State.OK}
+        assert _listed(url) == {STEPS: api.State.OK}
 
 
 def test_change_of_keys_that_is_killed_at_any_write_leaves_what_the_old_or_new_key_opens(
@@ -147,7 +147,7 @@ def test_watch_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finish
     assert len(ended) == 2 * 6
     for url, folder, lines in ended:
         found = _listed(url)
-        assert set(found.values()) == {State.OK}
+        assert set(found.values()) == {api.State.OK}
         assert run("verify", url).exit_code == 0
         events = [json.loads(line) for line in lines]
         mirrored = {one["checkpoint"]["step"] for one in events if one["event"] == "mirrored"}
@@ -156,7 +156,7 @@ def test_watch_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finish
         assert not set(pruned) & set(found)
         again = run("watch", folder / "run", "--once", "--mirror", url, "--mirror-keep", WATCH_KEEP)
         assert again.exit_code == 0, again.output
-        assert _listed(url) == {2: State.OK, WATCHED_STEPS: State.OK}
+        assert _listed(url) == {2: api.State.OK, WATCHED_STEPS: api.State.OK}
         assert run("verify", url).exit_code == 0
 
 
@@ -172,8 +172,8 @@ def test_prune_that_is_killed_at_any_write_loses_nothing_and_the_next_one_finish
     assert len(ended) == 2 * 2
     for url, _, _ in ended:
         found = _listed(url)
-        assert set(found.values()) == {State.OK}
+        assert set(found.values()) == {api.State.OK}
         assert 2 in found
         assert run("prune", url, "--keep", "last(1)", "--now", "--yes").exit_code == 0
-        assert _listed(url) == {2: State.OK}
+        assert _listed(url) == {2: api.State.OK}
         assert run("verify", url).exit_code == 0

@@ -11,8 +11,8 @@ import pytest
 
 import ckptmgr
 from ckptmgr import load_checkpoint, open_checkpoint, save_checkpoint
-from ckptmgr.objects.requests import Objects, open_objects
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.stores_of_objects import open_as, upload
 
@@ -43,7 +43,7 @@ def test_whole_load_and_one_tensor_come_from_the_server(
     assert all(np.array_equal(found[one], STATE[one]) for one in STATE)
     stores: list[CountedObjects] = []
 
-    def count(objects: Objects) -> Objects:
+    def count(objects: api.Objects) -> api.Objects:
         stores.append(CountedObjects(objects))
         return stores[-1]
 
@@ -59,7 +59,7 @@ def test_object_that_changes_during_a_load_is_an_error(
     new_bucket: Callable[..., str], tmp_path: Path, change: str
 ) -> None:
     base = new_bucket()
-    objects = open_objects(base)
+    objects = api.open_objects(base)
     data = save_checkpoint(STATE, tmp_path / "x", format="safetensors").path.read_bytes()
     objects.put("x.safetensors", [data], len(data))
     with open_checkpoint(f"{base}/x.safetensors") as reader:
@@ -76,6 +76,6 @@ def test_object_that_changes_during_a_load_is_an_error(
 
 def test_empty_object_is_truncated(new_bucket: Callable[..., str]) -> None:
     base = new_bucket()
-    open_objects(base).create("x.ckpt", b"")
+    api.open_objects(base).create("x.ckpt", b"")
     with pytest.raises(ckptmgr.TruncatedCheckpoint, match=f"{base}/x.ckpt"):
         load_checkpoint(f"{base}/x.ckpt")

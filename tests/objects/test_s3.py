@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.formats.tensor import tensor_from_array
 from tests.cli.running import run, run_json
 from tests.objects.dying_run import STEPS, train
+from tests.support import api
 from tests.support.saved import save_run
 
 pytestmark = pytest.mark.objects
@@ -33,11 +32,12 @@ def _train(directory: Path, url: str, last: int = 0) -> subprocess.CompletedProc
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
 
 
-def _listed(url: str) -> dict[int, State]:
-    from ckptmgr.objects.filesystem import remote_store
-    from ckptmgr.objects.requests import open_objects
+def _listed(url: str) -> dict[int, api.State]:
+    from ckptmgr.objects.place import ObjectPlace
 
-    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    pass
+
+    found = ObjectPlace(api.open_objects(url), trust=api.DEFAULT_TRUST).scan()
     return {one.step: one.state for one in found}
 
 
@@ -50,7 +50,7 @@ def test_uncut_run_is_mirrored_with_the_requests_that_the_next_test_cuts(
     *steps, requests = map(int, done.stdout.split())
     assert steps == list(range(1, STEPS + 1))
     assert requests <= _REQUESTS
-    assert _listed(url) == {STEPS: State.OK}
+    assert _listed(url) == {STEPS: api.State.OK}
 
 
 @pytest.mark.parametrize("last", range(1, _REQUESTS + 1))
@@ -64,7 +64,7 @@ def test_run_that_is_killed_before_a_request_loses_nothing_and_goes_on_on_a_new_
     assert killed.returncode == 9, killed.stderr
     acknowledged = [int(line) for line in killed.stdout.split()]
     found = _listed(url)
-    assert set(found.values()) <= {State.OK}
+    assert set(found.values()) <= {api.State.OK}
     for step in found:
         back = tmp_path / f"back-{step}"
         assert run("copy", str(step), back, "--dir", url).exit_code == 0
@@ -74,7 +74,7 @@ def test_run_that_is_killed_before_a_request_loses_nothing_and_goes_on_on_a_new_
     with CheckpointManager(tmp_path / "second", mirror=url) as manager:
         assert manager.resume().step == max(found, default=0)
     train(str(tmp_path / "first"), url)  # the killed machine comes back
-    assert _listed(url) == {STEPS: State.OK}
+    assert _listed(url) == {STEPS: api.State.OK}
 
 
 def test_large_file_goes_in_parts_there_and_back(
@@ -106,10 +106,10 @@ def test_of_many_writers_that_create_one_object_one_wins(
 ) -> None:
     if store == "moto":
         pytest.skip("moto looks and writes in two steps: now and then two win")
-    from ckptmgr.objects.requests import open_objects
+    pass
 
     url = new_bucket()
-    objects = [open_objects(url) for _ in range(_WRITERS)]
+    objects = [api.open_objects(url) for _ in range(_WRITERS)]
     start = threading.Barrier(_WRITERS)
 
     def create(number: int, key: str) -> bool:
@@ -158,7 +158,7 @@ def test_watch_mirrors_what_it_verified_and_goes_on_after_a_restart(
     again = run(*watch)
     assert again.exit_code == 0, again.output
     assert again.stdout.count("mirrored") == 1
-    assert _listed(url) == {2: State.OK, 3: State.OK}
+    assert _listed(url) == {2: api.State.OK, 3: api.State.OK}
     lose_server(url)
     lost = run(*watch)
     assert lost.exit_code == 1
@@ -207,4 +207,4 @@ def test_object_whose_name_cannot_be_listed_is_named_with_the_way_out(
     ):
         manager.resume()  # a fresh start would lose the run
     client.delete_object(Bucket=bucket, Key=key)
-    assert _listed(url) == {1: State.OK}
+    assert _listed(url) == {1: api.State.OK}

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.event_log import JsonLinesObserver
-from ckptmgr.observe.events import Event
-from ckptmgr.observe.json_lines import read_events
+from ckptmgr.event_log import JsonLinesObserver, read_events
+from ckptmgr.events import Event
 
 EVENT = Event(
     name="save.durable",

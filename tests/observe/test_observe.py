@@ -15,30 +15,34 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_state
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CorruptCheckpoint,
+    MemoryConfig,
+    ModelCheckpoint,
     SaveFailed,
+    SaveHandle,
     SaveSuperseded,
     StagingExhausted,
     StoreLocked,
     UnsupportedState,
+    load_checkpoint,
+    parse_policy,
+    save_checkpoint,
+    save_state,
 )
-from ckptmgr.core.handle import SaveHandle, SaveStats
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.event_log import LogObserver, sentence
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import carry_out, propose
-from ckptmgr.maintenance.verify import verify_checkpoint
+from ckptmgr.memory_config import MIB
 from ckptmgr.observe import observers as observe
-from ckptmgr.observe.log import LogObserver, sentence
 from ckptmgr.observe.observers import Event, Observers
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses, Trainer, disk_with, state_of
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.held import TIMEOUT_S, HeldDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import flip
 from tests.support.surface import Loop
@@ -93,7 +97,7 @@ def test_manifest_notes_what_staging_cost(tmp_path: Path, mode: str) -> None:
         handle = manager.save(1, state_of(1.0))
         assert handle is not None
         handle.wait(TIMEOUT_S)
-        manifest = Store(tmp_path).read_manifest("ckpt-1.ckpt")
+        manifest = api.place(tmp_path).read_manifest("ckpt-1.ckpt")
         assert manifest is not None
         noted = {"staged_bytes", "staging_bytes", "stage_s", "queue_s", "blocked_s", "buffer_bytes"}
         assert noted <= manifest.stats.keys()
@@ -297,18 +301,18 @@ def test_single_files_are_heard_by_the_registered(tmp_path: Path, everything: He
     assert names(everything) == ["save.started", "save.durable", "load"]
     assert everything[1].size_bytes == everything[2].size_bytes == saved.size_bytes
     assert everything[1].figures["blocked_s"] >= everything[1].figures["write_s"] > 0
-    with Store(tmp_path).lease("w.ckpt"), pytest.raises(StoreLocked):
+    with api.place(tmp_path).lease("w.ckpt"), pytest.raises(StoreLocked):
         save_checkpoint({"w": np.zeros(3)}, path)
     assert everything[-1].error_type == "StoreLocked"
 
 
 def test_verify_tells_its_verdict(tmp_path: Path, everything: Heard) -> None:
     save_checkpoint({"w": np.zeros(3)}, tmp_path / "w.ckpt")
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (checkpoint,) = store.scan()
-    verify_checkpoint(store, checkpoint)
+    api.verify(store, checkpoint)
     flip(checkpoint.path, 5)
-    verify_checkpoint(store, checkpoint)
+    api.verify(store, checkpoint)
     good, bad = everything[-2:]
     assert (good.name, good.is_ok, good.path) == ("verify", True, checkpoint.path)
     assert (bad.name, bad.error_type) == ("verify", "damaged")
@@ -319,7 +323,7 @@ def test_prune_by_hand_tells_what_went_and_what_failed(tmp_path: Path, everythin
     with CheckpointManager(tmp_path, CheckpointConfig(keep="all")) as manager:
         for step in (1, 2, 3):
             manager.save(step, state_of(1.0))
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     proposal = propose(store, parse_policy("last(1)"), now=datetime.now(UTC))
     with store.lease("ckpt"):
         carry_out(store, proposal)
@@ -332,7 +336,7 @@ def test_prune_by_hand_tells_what_went_and_what_failed(tmp_path: Path, everythin
 
 def test_retention_that_fails_is_told(tmp_path: Path) -> None:
     heard: Heard = []
-    disk = FailingDisk(OsFileSystem(), operation="unlink", call=1, is_lasting=True)
+    disk = FailingDisk(api.OsFileSystem(), operation="unlink", call=1, is_lasting=True)
     config = CheckpointConfig(keep="last(1)")
     with manager_on(tmp_path, config, fs=disk, observe=heard.append) as manager:
         manager.save(1, state_of(1.0))

@@ -12,17 +12,13 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr import Checkpoint, RanksMissing, Trust
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.rank_commit import Together, together
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 
 T = TypeVar("T")
@@ -154,35 +150,34 @@ class Job:
     key: bytes | None = None
     run_ids: itertools.count[int] = field(default_factory=itertools.count)
 
-    def store(self, fs: FileSystem | None = None) -> Store:
+    def store(self, fs: api.FileSystem | None = None) -> api.Place:
         """Return the run directory as a rank with this disk sees it."""
-        return Store(
+        return api.place(
             RUNS,
             clock=self.clock,
             fs=fs or self.disk,
             trust=Trust(
-                keys=None if self.key is None else Key(self.key),
+                keys=None if self.key is None else api.Key(self.key),
                 allow_unencrypted=not (self.key is not None),
             ),
             processes=ModelProcesses(self.disk),
         )
 
     def writer(
-        self, rank: int, fs: FileSystem | None = None, *, seat: Seat | None = None
-    ) -> RankWriter:
+        self, rank: int, fs: api.FileSystem | None = None, *, seat: Seat | None = None
+    ) -> SeriesWriter:
         """Return the writer of a rank, which may have a seat of its own kind."""
-        return RankWriter(
+        return SeriesWriter(
             self.store(fs),
             SERIES,
-            coordinator=seat or Seat(self.meeting, rank),
-            options=SaveOptions(key=None if self.key is None else Key(self.key)),
+            commit=together(seat or Seat(self.meeting, rank), timeout_s=TIMEOUT_S),
+            options=api.SaveOptions(key=None if self.key is None else api.Key(self.key)),
             clock=self.clock,
-            timeout_s=TIMEOUT_S,
             run_id=f"run{next(self.run_ids)}",
             monotonic=self.clock,
         )
 
-    def save(self, rank: int, step: int, fs: FileSystem | None = None) -> Checkpoint:
+    def save(self, rank: int, step: int, fs: api.FileSystem | None = None) -> Checkpoint:
         """Save a step as one rank, and end."""
         writer = self.writer(rank, fs)
         try:
@@ -196,28 +191,29 @@ class Job:
         return run_ranks(self.meeting, lambda rank: self.save(rank, step))
 
 
-def save_step(writer: RankWriter, step: int) -> Checkpoint:
-    """Save what a rank holds at a step."""
-    flat = tree.flatten(state_of(writer.coordinator.rank, step))
+def save_step(writer: SeriesWriter, step: int) -> Checkpoint:
+    """Save the state of a rank at a step."""
+    assert isinstance(writer.commit, Together)
+    flat = tree.flatten(state_of(writer.commit.coordinator.rank, step))
     metadata = {**flat.aliases, "ckptmgr.tree": flat.skeleton}
     name = f"{SERIES}-{step}.shards"
-    return writer.save(name, [*flat.tensors], SaveFacts(step=step), metadata=metadata)
+    return writer.save(name, [*flat.tensors], api.SaveFacts(step=step), metadata=metadata)
 
 
 def state_of(rank: int, step: int) -> dict[str, object]:
-    """Return what a rank holds at a step."""
+    """Return the state of a rank at a step."""
     return {"weights": np.full(3, 100 * step + rank, np.float32)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome(Generic[T]):
-    """What came of a rank: its result, or what it raised."""
+    """End of a rank: its result, or its error."""
 
     result: T | None = None
     raised: BaseException | None = None
 
     def must(self) -> T:
-        """Return the result; raise what was raised."""
+        """Return the result; raise the error of the rank."""
         if self.raised is not None:
             raise self.raised
         assert self.result is not None

@@ -7,19 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptmgr.core.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    ChecksumMismatch,
+    KeyProblem,
+    RanksMissing,
+    RanksOutOfStep,
+    ResumeFailed,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.files.load.open import open_listed
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.series.candidates import newest_first
-from ckptmgr.store.manifest.codec import manifest_name
 from tests.faults.training import RUNS
 from tests.parallel.ranks import TIMEOUT_S, WORLD, Job, Meeting, Outcome, Seat, run_ranks
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import flip_bit
 from tests.support.given_candidates import GivenCandidates
@@ -38,7 +41,7 @@ def job_with(*steps: int) -> Job:
 def agreed(
     job: Job, load: Load, *, prepare: Callable[[], object] = list
 ) -> list[Outcome[tuple[str | None, str | None, list[str]]]]:
-    """Let all ranks agree; return name, what was loaded, and why others were skipped."""
+    """Let all ranks agree; return name, loaded state, and why others were skipped."""
     meeting = Meeting()
 
     def agree(rank: int) -> tuple[str | None, str | None, list[str]]:
@@ -61,7 +64,7 @@ def agreed(
 
 def read(job: Job, *, world: int = WORLD) -> Load:
     def load(rank: int, checkpoint: Checkpoint) -> str:
-        options = ReadOptions(rank=rank, world=world)
+        options = api.reading(rank=rank, world=world)
         with open_listed(job.store(), checkpoint, options=options) as (opened, manifest):
             buffer = bytearray(opened.source.size)
             opened.source.read_into(0, memoryview(buffer))
@@ -153,7 +156,7 @@ def test_ranks_look_once_rank_0_is_prepared() -> None:
     newest = max(job.store().scan(), key=lambda c: c.step)
 
     def prepare() -> None:
-        job.disk.unlink(RUNS / manifest_name(newest.name))
+        job.disk.unlink(RUNS / api.manifest_name(newest.name))
 
     for outcome in agreed(job, read(job), prepare=prepare):
         name, _, reasons = outcome.must()
@@ -209,8 +212,8 @@ def test_rank_0_of_another_version_is_an_error() -> None:
         )
 
 
-@pytest.mark.parametrize("options", [ReadOptions(), ReadOptions(rank=0, world=2)])
-def test_other_ranks_than_have_saved_are_refused(options: ReadOptions) -> None:
+@pytest.mark.parametrize("options", [api.reading(), api.reading(rank=0, world=2)])
+def test_other_ranks_than_have_saved_are_refused(options: api.ReadOptions) -> None:
     store = job_with(1).store()
     (checkpoint,) = store.scan()
     with (
@@ -224,12 +227,12 @@ def test_verify_checks_the_files_of_all_ranks() -> None:
     job = job_with(1)
     store = job.store()
     (checkpoint,) = store.scan()
-    whole = verify_checkpoint(store, checkpoint)
-    assert whole.status is Status.OK
+    whole = api.verify(store, checkpoint)
+    assert whole.status is api.Status.OK
     assert "digests" in whole.checked
     flip_bit(job.disk, checkpoint.shards[2])
-    damaged = verify_checkpoint(store, checkpoint)
-    assert damaged.status is Status.DAMAGED
+    damaged = api.verify(store, checkpoint)
+    assert damaged.status is api.Status.DAMAGED
 
 
 def test_rank_that_fails_while_another_is_missing_raises_its_own_error() -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.parallel.balance import BalancedPlan, Replicated, balance_by_bytes
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import BalancedPlan, ParallelLayout, Replicated, balance_by_bytes
 from ckptmgr.parallel.redundancy import Groups, groups_of
 from tests.parallel.mindspore.layouts import layouts
 

@@ -8,16 +8,14 @@ from collections import defaultdict
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed, StoreFull
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, RankFailed, RanksMissing, SaveFailed, StoreFull
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.shards import RankFiles
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import put
 from tests.support.diskimage import Snapshot
@@ -25,7 +23,7 @@ from tests.support.diskimage import Snapshot
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 
 
-def listed(job: Job) -> dict[str, State]:
+def listed(job: Job) -> dict[str, api.State]:
     return {c.name: c.state for c in job.store().scan()}
 
 
@@ -34,7 +32,7 @@ def test_all_ranks_get_the_same_checkpoint(key: bytes | None) -> None:
     job = Job(ModelDisk(), key=key)
     outcomes = [outcome.must() for outcome in job.save_all(7)]
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    assert listed(job) == {"net-7.shards": State.OK}
+    assert listed(job) == {"net-7.shards": api.State.OK}
     (stored,) = job.store().scan()
     assert stored == outcomes[0]
     assert stored.cipher == (None if key is None else "AES-GCM")
@@ -178,7 +176,7 @@ def test_retention_removes_whole_checkpoints_on_rank_0() -> None:
             writer.close()
 
     assert [o.must() for o in run_ranks(job.meeting, save_and_retain)] == [0, 1, 2]
-    assert listed(job) == {"net-3.shards": State.OK}
+    assert listed(job) == {"net-3.shards": api.State.OK}
     assert len(job.disk.list(RUNS)) == WORLD + 1  # and the manifest
 
 
@@ -199,11 +197,11 @@ def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "state"),
-    [((None, None), State.CORRUPT), ((KEY, KEY[::-1]), State.OTHER_KEY)],
+    [((None, None), api.State.CORRUPT), ((KEY, KEY[::-1]), api.State.OTHER_KEY)],
     ids=["plain", "another key"],
 )
 def test_files_whose_manifest_another_run_has_overwritten_stay(
-    keys: tuple[bytes | None, bytes | None], state: State
+    keys: tuple[bytes | None, bytes | None], state: api.State
 ) -> None:
     job, other = (Job(ModelDisk(), key=key) for key in keys)
     saved = job.save_all(7)[0].must()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The corners of a save of many ranks: what comes late, what is ambiguous, and ranks of another version."""
+"""The corners of a save of many ranks: late and ambiguous messages, and ranks of another version."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr import Checkpoint, RankFailed, RanksOutOfStep, SaveFailed
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import Failure, RankFailed
+from ckptmgr.parallel.errors import Failure
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.policy.rules import Last, RetentionPolicy
-from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
+from ckptmgr.store.manifest.codec import entry_to_document
 from ckptmgr.store.shards import RankFiles
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -31,6 +27,7 @@ from tests.parallel.ranks import (
     run_ranks,
     save_step,
 )
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import put
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
@@ -40,12 +37,12 @@ PROPOSAL = SaveProposal(
 )
 
 
-def store_with_files(disk: ModelDisk, fs: FailingDisk | None = None) -> Store:
+def store_with_files(disk: ModelDisk, fs: FailingDisk | None = None) -> api.Place:
     """Return a directory in which all ranks have written their files."""
     disk.make_directory(RUNS, mode=0o700)
     for rank, content in enumerate(CONTENTS):
         put(disk, RUNS / shard(rank), content)
-    return Store(RUNS, clock=lambda: 0.0, fs=fs or disk)
+    return api.place(RUNS, clock=lambda: 0.0, fs=fs or disk)
 
 
 class LosesTheAnswer(FailingDisk):
@@ -88,11 +85,11 @@ def test_link_of_which_nobody_can_tell_may_be_a_commit() -> None:
 def test_name_taken_after_the_last_look_is_not_replaced() -> None:
     disk = ModelDisk()
     store = store_with_files(disk)
-    other = encode(replace(sharded(), run_id="other"))
-    put(disk, RUNS / manifest_name(SET), other)
+    other = api.encode_manifest(replace(sharded(), run_id="other"))
+    put(disk, RUNS / api.manifest_name(SET), other)
     with pytest.raises(SaveFailed, match="another attempt at this checkpoint was committed"):
         RankFiles(store).commit(sharded())
-    assert disk.read_bytes(RUNS / manifest_name(SET)) == other
+    assert disk.read_bytes(RUNS / api.manifest_name(SET)) == other
 
 
 class SlowDisk(FailingDisk):
@@ -180,7 +177,7 @@ def test_rank_that_alone_hears_nonsense_leaves_its_file_where_others_may_have_co
     if (confused, meeting) == (0, "write"):
         assert "net-1.shards" not in listed
     else:
-        assert listed == {"net-1.shards": State.OK}
+        assert listed == {"net-1.shards": api.State.OK}
     assert outcomes[2].raised is None or "net-1.shards" not in listed
 
 
@@ -223,7 +220,7 @@ def test_retention_that_cannot_clean_up_does_not_raise() -> None:
 def test_retention_collects_what_has_expired_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(ModelDisk())
     saved = job.save_all(1)[0].must()
-    job.disk.unlink(RUNS / manifest_name("net-1.shards"))
+    job.disk.unlink(RUNS / api.manifest_name("net-1.shards"))
     job.disk.unlink(RUNS / saved.shards[0])  # whole sets stay: only their manifest may be lost
     job.clock.now += 3 * TIMEOUT_S
     job.writer(0).retain(RetentionPolicy((Last(1),)))
@@ -235,8 +232,8 @@ def test_options_of_one_save_count() -> None:
     job = Job(ModelDisk())
     job.meeting = Meeting(1)
     writer = job.writer(0)
-    options = SaveOptions(format="safetensors")
-    saved = writer.save("net-1.shards", [], SaveFacts(step=1), options=options)
+    options = api.SaveOptions(format="safetensors")
+    saved = writer.save("net-1.shards", [], api.SaveFacts(step=1), options=options)
     writer.close()
     assert saved.format == "safetensors"
     assert saved.shards[0].endswith(".safetensors")

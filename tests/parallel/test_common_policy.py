@@ -8,24 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
+    CheckpointManager,
     EverySeconds,
     EverySteps,
-    LastSave,
     Never,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    Ranks,
+    RanksOutOfStep,
 )
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
+from tests.support import api
 
 
 class Odd:
@@ -78,7 +76,7 @@ def test_managers_with_different_steps_save_nothing(tmp_path: Path) -> None:
     for outcome in run_ranks(meeting, train):
         assert isinstance(outcome.raised, RanksOutOfStep)
         assert "rank 1 saves every 3 steps, but rank 0 saves every 2 steps" in str(outcome.raised)
-    assert Store(tmp_path).scan() == []
+    assert api.listed(tmp_path) == []
 
 
 def test_ranks_with_one_policy_decide_by_it_and_meet_once() -> None:

@@ -10,16 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import RanksMissing, RanksOutOfStep
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel import shared_directory
-from ckptmgr.parallel.coordinator import (
-    Coordinator,
-    KeyValueCoordinator,
-    RanksMissing,
-    RanksOutOfStep,
-    shown_ranks,
-)
-from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel import Coordinator, KeyValueCoordinator, SharedDirectory, shared_directory
+from ckptmgr.parallel.coordinator import shown_ranks
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import put
 

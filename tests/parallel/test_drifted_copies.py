@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import UnsupportedCheckpoint
-from ckptmgr.parallel.errors import ResumeFailed
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointManager, ResumeFailed, UnsupportedCheckpoint
+from ckptmgr.parallel import ParallelLayout
 from tests.parallel.test_sharded_state import alone, job
 from tests.support.crashmodel import ModelDisk
 

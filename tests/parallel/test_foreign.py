@@ -9,9 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.foreign_layouts import from_dtensor, from_named_sharding, from_placements
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
+    from_dtensor,
+    from_named_sharding,
+    from_placements,
+)
 from ckptmgr.parallel.mindspore.slices import region_of
 from ckptmgr.parallel.redundancy import groups_of
 

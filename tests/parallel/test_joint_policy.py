@@ -10,25 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
-from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.parallel.team import policy_of_all
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
     EverySeconds,
     EverySteps,
-    LastSave,
     Overhead,
-    SaveDecision,
-    SavePolicy,
+    RankFailed,
+    Ranks,
+    RanksOutOfStep,
 )
-from ckptmgr.store.store import Store
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel import SharedDirectory
+from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
+from ckptmgr.parallel.team import policy_of_all
+from ckptmgr.policy.save import LastSave, SaveDecision, SavePolicy
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 
 
@@ -189,7 +187,7 @@ def test_managers_whose_clocks_differ_save_the_same_steps(mode: bool | str, tmp_
         return rank
 
     assert [outcome.must() for outcome in run_ranks(meeting, train)] == list(range(WORLD))
-    assert sorted(one.step for one in Store(tmp_path / "run").scan()) == [6, 12, 18, 19]
-    manifest = Store(tmp_path / "run").read_manifest("ckpt-19.shards")
+    assert sorted(one.step for one in api.listed(tmp_path / "run")) == [6, 12, 18, 19]
+    manifest = api.place(tmp_path / "run").read_manifest("ckpt-19.shards")
     assert manifest is not None
     assert manifest.keep == "all"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of many ranks some of whose files are damaged or gone: what the others still tell, and no more."""
+"""Checkpoints of many ranks some of whose files are damaged or gone: the knowledge of the others, and no more."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CorruptCheckpoint,
+    Ranks,
+    UnsupportedCheckpoint,
+    load_checkpoint,
+)
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.parallel.test_sharded_edges import WHOLE
 from tests.parallel.test_sharded_state import alone, job
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put, truncate
 from tests.support.runs import manager_on
@@ -126,7 +129,7 @@ def test_another_number_of_ranks_loads_the_copies_of_a_lost_file(damage: Damage)
         format="safetensors",
         options={"keep_redundancy": 2},
     )
-    [found] = Store(RUNS, fs=disk).scan()
+    [found] = api.listed(RUNS, fs=disk)
     damage(disk, found.shards[3])
     whole: list[Any] = job(
         disk, 2, lambda ours, rank: ours.resume({"w": np.zeros(4000, np.float32)})
@@ -145,7 +148,7 @@ def test_whole_tensors_are_loaded_from_the_copies_of_a_lost_file(damage: Damage)
         format="safetensors",
         options={"keep_redundancy": 2},
     )
-    store = Store(RUNS, fs=disk)
+    store = api.place(RUNS, fs=disk)
     [found] = store.scan()
     damage(disk, found.shards[3])
     manifest = store.read_manifest(found.name)
@@ -166,7 +169,7 @@ def test_copies_are_taken_where_the_own_file_of_a_rank_is_lost(damage: Damage) -
         format="safetensors",
         options={"keep_redundancy": 2},
     )
-    store = Store(RUNS, fs=disk)
+    store = api.place(RUNS, fs=disk)
     [found] = store.scan()
     damage(disk, found.shards[0])
     manifest = store.read_manifest(found.name)
@@ -228,6 +231,6 @@ def test_rank_that_needs_the_state_of_a_lost_file_starts_from_no_other() -> None
     disk = ModelDisk()
     state = {"w": np.arange(4000), "random": 1}
     job(disk, WORLD, lambda ours, rank: ours.save(1, state), options={"keep_redundancy": 2})
-    [found] = Store(RUNS, fs=disk).scan()
+    [found] = api.listed(RUNS, fs=disk)
     gone(disk, found.shards[0])
     assert alone(disk, {"w": np.zeros(4000, int), "random": 0}).step == 0

@@ -8,16 +8,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CheckpointConfig, Ranks, Resumption
 from ckptmgr.store.listing import lone_sets
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.runs import manager_on
 
@@ -33,7 +29,7 @@ def trained() -> ModelDisk:
 
 
 def set_of(disk: ModelDisk, step: int) -> Checkpoint:
-    (found,) = (one for one in Store(RUNS, fs=disk).scan() if one.name == f"net-{step}.shards")
+    (found,) = (one for one in api.listed(RUNS, fs=disk) if one.name == f"net-{step}.shards")
     return found
 
 
@@ -62,7 +58,7 @@ def start_again(disk: ModelDisk, *, steps: int = 0) -> list[Resumption]:
 def test_newest_whose_manifest_is_lost_is_named_and_its_files_stay() -> None:
     disk = trained()
     lost = set_of(disk, 2)
-    disk.unlink(RUNS / manifest_name(lost.name))
+    disk.unlink(RUNS / api.manifest_name(lost.name))
     again = disk.restart()
     for found in start_again(again):
         assert found.step == 1
@@ -74,7 +70,7 @@ def test_newest_whose_manifest_is_lost_is_named_and_its_files_stay() -> None:
 
 def test_manifest_that_comes_later_brings_the_checkpoint_back() -> None:
     disk = trained()
-    path = RUNS / manifest_name(set_of(disk, 2).name)
+    path = RUNS / api.manifest_name(set_of(disk, 2).name)
     disk.replace(path, RUNS / "kept")
     again = disk.restart()
     start_again(again)
@@ -86,7 +82,7 @@ def test_manifest_that_comes_later_brings_the_checkpoint_back() -> None:
 def test_files_without_a_manifest_go_once_a_newer_checkpoint_is_whole() -> None:
     disk = trained()
     lost = set_of(disk, 2)
-    disk.unlink(RUNS / manifest_name(lost.name))
+    disk.unlink(RUNS / api.manifest_name(lost.name))
     again = disk.restart()
     start_again(again, steps=2)
     assert not set(lost.shards) & set(again.list(RUNS))
@@ -98,7 +94,7 @@ def test_files_without_a_manifest_go_once_a_newer_checkpoint_is_whole() -> None:
 def test_what_an_interrupted_removal_or_save_left_goes_at_once(step: int, files: int) -> None:
     disk = trained()
     left = set_of(disk, step)
-    for name in (manifest_name(left.name), *left.shards[files:]):
+    for name in (api.manifest_name(left.name), *left.shards[files:]):
         disk.unlink(RUNS / name)
     again = disk.restart()
     for found in start_again(again):
@@ -115,7 +111,7 @@ NAMES = {
 
 
 def listed_files(*names: str) -> list[Checkpoint]:
-    """Return what a listing says of files of ranks that no manifest names."""
+    """Return the states in a listing of files of ranks that no manifest names."""
     return [
         Checkpoint(
             path=RUNS / name,
@@ -123,14 +119,14 @@ def listed_files(*names: str) -> list[Checkpoint]:
             step=0,
             saved_at=datetime(2026, 3, 1, tzinfo=UTC),
             size_bytes=10,
-            state=State.LEFTOVER,
+            state=api.State.LEFTOVER,
         )
         for name in names
     ]
 
 
 def whole(name: str, series: str) -> Checkpoint:
-    return replace(listed_files(name)[0], series=series, state=State.OK, run_id="run")
+    return replace(listed_files(name)[0], series=series, state=api.State.OK, run_id="run")
 
 
 def both(stem: str) -> list[Checkpoint]:

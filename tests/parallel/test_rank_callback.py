@@ -15,20 +15,22 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks, load_checkpoint
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import SaveFailed, UnsupportedState
-from ckptmgr.core.model import State
+from ckptmgr import (
+    CheckpointConfig,
+    ModelCheckpoint,
+    RankFailed,
+    Ranks,
+    RanksMissing,
+    RanksOutOfStep,
+    Resumed,
+    SaveFailed,
+    UnsupportedState,
+    load_checkpoint,
+)
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.store.store import Store
-from ckptmgr.training.callback import ModelCheckpoint, Resumed
+from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -40,6 +42,7 @@ from tests.parallel.ranks import (
     Seat,
     run_ranks,
 )
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order
 from tests.support.damage import flip_bit, put
 from tests.support.runs import callback_on
@@ -65,7 +68,7 @@ class Job:
 
     disk: ModelDisk = field(default_factory=ModelDisk)
     world: int = WORLD
-    disks: dict[int, FileSystem] = field(default_factory=dict)
+    disks: dict[int, api.FileSystem] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)
     options: dict[str, Any] = field(default_factory=dict)
     meeting: Meeting = field(init=False)
@@ -99,9 +102,9 @@ class Job:
         clock = Clock(self.clock.now + later_s)
         return Job(self.disk.restart(), world=world, clock=clock, options=self.options)
 
-    def saved(self) -> dict[str, State]:
-        """Return what is listed."""
-        return {one.name: one.state for one in Store(RUNS, fs=self.disk).scan()}
+    def saved(self) -> dict[str, api.State]:
+        """Return the listing."""
+        return {one.name: one.state for one in api.listed(RUNS, fs=self.disk)}
 
 
 def loop_of(callback: ModelCheckpoint, rank: int) -> Loop:
@@ -131,7 +134,7 @@ def listed(found: Resumed, name: str) -> object:
     return value.tolist()
 
 
-OK = State.OK
+OK = api.State.OK
 
 
 @pytest.mark.parametrize(
@@ -158,10 +161,10 @@ def test_every_rank_gets_its_own_values_back(config: dict[str, Any]) -> None:
 
 def stored_bytes(job: Job, name: str) -> int:
     """Return the size of all tensors in the files of a checkpoint."""
-    store = Store(RUNS, fs=job.disk)
+    store = api.place(RUNS, fs=job.disk)
     manifest = store.read_manifest(name)
     assert manifest is not None
-    with ShardedCheckpoint(store, manifest, options=ReadOptions()) as files:
+    with ShardedCheckpoint(store, manifest, options=api.reading()) as files:
         return files.piece_bytes
 
 
@@ -276,7 +279,7 @@ def test_run_goes_on_where_another_was_and_prunes_its_files() -> None:
 def test_ranks_never_go_on_from_different_steps() -> None:
     job = Job()
     job.run(train)
-    flip_bit(job.disk, next(c for c in Store(RUNS, fs=job.disk).scan() if c.step == 2).shards[1])
+    flip_bit(job.disk, next(c for c in api.listed(RUNS, fs=job.disk) if c.step == 2).shards[1])
     for outcome in job.restart().run(resumed):
         found = outcome.must()
         assert found.checkpoint.step == 1
@@ -424,12 +427,12 @@ def test_files_that_an_earlier_run_never_committed_are_collected() -> None:
     job = Job()
     die_at(job, 1, calls_by_save(1)[1])
     job.run(train)
-    assert State.LEFTOVER in job.saved().values()
+    assert api.State.LEFTOVER in job.saved().values()
     other = "network-1_1.0-of-2.00000001aaaaaaaa.ckpt"  # expired as well, but not of this prefix
     put(job.disk, RUNS / other, b"")
     again = job.restart(later_s=3 * TIMEOUT_S)
     assert [outcome.must() for outcome in again.run(train)] == ["net_1-1_2.shards"] * WORLD
-    assert [name for name, state in again.saved().items() if state is State.LEFTOVER] == [other]
+    assert [name for name, state in again.saved().items() if state is api.State.LEFTOVER] == [other]
 
 
 def test_earlier_run_that_cannot_be_cleaned_up_after_is_no_reason_to_fail(
@@ -442,7 +445,7 @@ def test_earlier_run_that_cannot_be_cleaned_up_after_is_no_reason_to_fail(
     again.disks[0] = FailingDisk(again.disk, operation="lock", call=2, error=errno.EACCES)
     assert [outcome.must() for outcome in again.run(train)] == ["net_1-1_2.shards"] * WORLD
     assert "could not clean up after net: [Errno 13]" in caplog.text
-    assert State.LEFTOVER not in again.saved().values()  # by the next save, which may
+    assert api.State.LEFTOVER not in again.saved().values()  # by the next save, which may
 
 
 @pytest.mark.parametrize("said", ["net", None, [], ["net"], ["net", 7]])
@@ -563,7 +566,7 @@ def test_death_of_a_rank_leaves_a_whole_checkpoint_or_none(rank: int) -> None:
         assert isinstance(outcomes[rank].raised, RankDied)
         survivor = outcomes[1 - rank]
         again = job.restart()
-        assert set(again.saved().values()) <= {OK, State.LEFTOVER, State.WRITING}
+        assert set(again.saved().values()) <= {OK, api.State.LEFTOVER, api.State.WRITING}
         has_second = again.saved().get("net-1_2.shards") is OK
         for cut in job.disk.crash_states(Order.WEAK, tears=1):
             assert OK in Job(cut).saved().values()

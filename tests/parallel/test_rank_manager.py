@@ -11,26 +11,30 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks, Snapshots
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    MemoryConfig,
+    RankFailed,
+    Ranks,
+    RanksMissing,
+    RanksOutOfStep,
+    ResumeFailed,
+    Resumption,
+    Snapshots,
+    StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.io.filesystem import FileStatus, FileSystem
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.observe.observers import Event, Observer
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed, ResumeFailed
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.state.paths import StateMismatch
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import flip_bit
 from tests.support.held import interfere
@@ -48,7 +52,7 @@ def manager(
     meeting: Meeting,
     rank: int,
     *,
-    fs: FileSystem | None = None,
+    fs: api.FileSystem | None = None,
     observe: Observer | None = None,
     snapshots: int = 2,
     **config: Any,
@@ -105,7 +109,7 @@ def test_every_rank_gets_its_own_state_back(config: dict[str, Any]) -> None:
 def test_ranks_never_go_on_from_different_steps() -> None:
     disk = ModelDisk()
     run(disk, train)
-    newest = max(Store(RUNS, fs=disk).scan(), key=lambda c: c.step)
+    newest = max(api.listed(RUNS, fs=disk), key=lambda c: c.step)
     flip_bit(disk, newest.shards[2])
     outcomes = run(disk.restart(), lambda ours, rank: ours.resume(state(rank, 0)))
     for outcome in outcomes:
@@ -125,8 +129,11 @@ def test_retention_and_pins_treat_the_files_of_a_step_as_one() -> None:
 
     for outcome in run(disk, work, keep="last(1)"):
         assert outcome.raised is None, outcome.raised
-    found = Store(RUNS, fs=disk).scan()
-    assert {c.name: c.state for c in found} == {"net-1.shards": State.OK, "net-3.shards": State.OK}
+    found = api.listed(RUNS, fs=disk)
+    assert {c.name: c.state for c in found} == {
+        "net-1.shards": api.State.OK,
+        "net-3.shards": api.State.OK,
+    }
 
 
 def test_second_save_of_a_step_has_another_name() -> None:
@@ -184,7 +191,7 @@ def test_rank_whose_state_cannot_be_had_is_named_on_all_at_once(
 
     for outcome in run(disk, work, **config):
         assert outcome.raised is None, outcome.raised
-    assert [c.name for c in Store(RUNS, fs=disk).scan()] == ["net-2.shards"]
+    assert [c.name for c in api.listed(RUNS, fs=disk)] == ["net-2.shards"]
 
 
 @pytest.mark.parametrize("zero_stall", [False, True])
@@ -362,10 +369,8 @@ def test_worker_processes_write_the_files_of_the_ranks(tmp_path: Path, key: byte
     for last in (2, 4):
         meeting = Meeting(2)
         assert [o.must() for o in run_ranks(meeting, one)] == [last] * 2
-    found = Store(
-        tmp_path, trust=Trust(keys=None if key is None else Key(key), allow_unencrypted=True)
-    ).scan()
-    assert {c.state for c in found} == {State.OK}
+    found = api.listed(tmp_path, keys=None if key is None else api.Key(key), allow_unencrypted=True)
+    assert {c.state for c in found} == {api.State.OK}
     assert len(found) == 4
 
 
@@ -488,7 +493,7 @@ def test_rank_that_raises_saves_what_it_alone_holds_and_meets_nobody() -> None:
     assert isinstance(outcomes[1].raised, ZeroDivisionError)
     assert not hasattr(outcomes[1].raised, "__notes__")
     assert [outcomes[rank].raised for rank in (0, 2)] == [None, None]
-    names = {one.name: one.why for one in Store(RUNS, fs=disk).scan()}
+    names = {one.name: one.why for one in api.listed(RUNS, fs=disk)}
     assert names.pop("net.rank_1-2.ckpt") == "exception:ZeroDivisionError"
     assert names == {"net-1.shards": "policy", "net-2.shards": "policy"}
     alone = manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix="net.rank_1")
@@ -511,7 +516,7 @@ def test_ranks_that_fail_again_and_again_leave_one_emergency_save_each() -> None
     for _ in range(3):
         run(disk, work, exception_save=True, save_checkpoint_steps=2)
         disk = disk.restart()
-    found = {one.name: one.is_emergency for one in Store(RUNS, fs=disk).scan()}
+    found = {one.name: one.is_emergency for one in api.listed(RUNS, fs=disk)}
     assert found == {
         "net-2.shards": False,
         "net.rank_0-3-r2.ckpt": True,

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, UnprovenCheckpoint
-from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr import KeyProblem, UnprovenCheckpoint, load_checkpoint, save_checkpoint
 from ckptmgr.parallel import (
     WrittenFiles,
     load_distributed_checkpoint,
@@ -22,15 +20,16 @@ from ckptmgr.parallel import (
     unified_safetensors,
 )
 from tests.parallel.mindspore.test_rank_steps import rows_over, value_of
+from tests.support import api
 
 KEY = bytes(range(32))
-SIGNER = SigningKey(bytes(range(32)))
-STRANGER = SigningKey(bytes(32))
+SIGNER = api.SigningKey(bytes(range(32)))
+STRANGER = api.SigningKey(bytes(32))
 
 Call = Callable[..., Any]
 
 
-def saved(directory: Path, *, key: bytes | None, signer: SigningKey | None) -> Path:
+def saved(directory: Path, *, key: bytes | None, signer: api.SigningKey | None) -> Path:
     for rank in range(2):
         path = directory / f"rank_{rank}" / "net-1_10.ckpt"
         path.parent.mkdir(parents=True)
@@ -84,7 +83,7 @@ def test_files_that_a_trusted_key_signed_are_taken(
 @calls
 @pytest.mark.parametrize("signer", [None, STRANGER], ids=["unsigned", "foreign"])
 def test_files_that_no_trusted_key_signed_are_refused(
-    call: Call, signer: SigningKey | None, tmp_path: Path
+    call: Call, signer: api.SigningKey | None, tmp_path: Path
 ) -> None:
     source = saved(tmp_path / "in", key=None, signer=signer)
     strategy = rows_over(tmp_path / "rows.ckpt", 2)

@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.mindspore.slices import region_of
-from ckptmgr.parallel.redundancy import (
-    Groups,
+from ckptmgr import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
     get_parameter_redundancy,
-    groups_of,
     remove_param_redundancy,
 )
+from ckptmgr.parallel.mindspore.slices import region_of
+from ckptmgr.parallel.redundancy import Groups, groups_of
 from tests.parallel.mindspore.layouts import layouts, shape_for
 
 CASES: dict[str, dict[str, Any]] = json.loads(

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from ckptmgr import RanksMissing, RanksOutOfStep
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.shared_directory import agreed_session
 from tests.parallel.test_coordinator import together
 

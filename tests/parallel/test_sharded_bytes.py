@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs to load a part of a checkpoint of many ranks: files that are opened, bytes that are read."""
+"""The cost of a load of a part of a checkpoint of many ranks: files that are opened, bytes that are read."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.parallel import ParallelLayout
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.runs import manager_on
 
 MIB = 1 << 20
@@ -29,7 +27,7 @@ SIX = ParallelLayout(device_matrix=(6,), tensor_map=((0,), ()))
 class CountingFile:
     """A file that notes which pages of 64 KiB are read from it, however often."""
 
-    def __init__(self, file: InputFile, pages: set[tuple[str, int]], name: str) -> None:
+    def __init__(self, file: api.InputFile, pages: set[tuple[str, int]], name: str) -> None:
         self._file = file
         self._pages = pages
         self._name = name
@@ -47,12 +45,12 @@ class CountingFile:
         self._file.close()
 
 
-class CountingFileSystem(OsFileSystem):
+class CountingFileSystem(api.OsFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.pages: set[tuple[str, int]] = set()
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         return CountingFile(super().open(path, is_uncached=is_uncached), self.pages, path.name)
 
 

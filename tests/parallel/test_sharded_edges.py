@@ -11,36 +11,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CkptmgrError,
+    CorruptCheckpoint,
+    StateMismatch,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.core.regions import Interval
 from ckptmgr.files.load import shard_files as open_shards
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import StoredPiece
 from ckptmgr.files.load.shard_state import read_sharded
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.state import SKELETON
-from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.state.paths import dump_skeleton
-from ckptmgr.state.tree import StateMismatch
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import put
 from tests.support.runs import manager_on
 
-WHOLE = ReadOptions()
+WHOLE = api.reading()
 
 
 def save_items(
     items: Callable[[int], list[Item]], *, skeleton: str | None = None
-) -> tuple[Store, Manifest]:
+) -> tuple[api.Place, api.Manifest]:
     """Save items without a state tree unless one is given, each rank all of its own."""
     metadata = None if skeleton is None else {SKELETON: skeleton}
     work = Job(ModelDisk())
@@ -49,14 +50,14 @@ def save_items(
         writer = work.writer(rank)
         try:
             return writer.save(
-                f"{SERIES}-1.shards", items(rank), SaveFacts(step=1), metadata=metadata
+                f"{SERIES}-1.shards", items(rank), api.SaveFacts(step=1), metadata=metadata
             )
         finally:
             writer.close()
 
     for outcome in run_ranks(work.meeting, save):
         outcome.must()
-    store = Store(RUNS, fs=work.disk)
+    store = api.place(RUNS, fs=work.disk)
     manifest = store.read_manifest(f"{SERIES}-1.shards")
     assert manifest is not None
     return store, manifest
@@ -67,7 +68,7 @@ def test_named_tensors_without_a_state_are_a_dict() -> None:
     found = read_sharded(store, manifest, options=WHOLE)
     assert found.skeleton is None
     assert found.put_back(None) == {"w": pytest.approx(np.arange(3))}
-    own = read_sharded(store, manifest, options=ReadOptions(rank=2, world=3))
+    own = read_sharded(store, manifest, options=api.reading(rank=2, world=3))
     assert own.arrays["w"].tolist() == [0, 1, 2]
 
 
@@ -124,7 +125,7 @@ def test_ranks_that_contradict_each_other_are_no_whole() -> None:
         layout={"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))},
         remove_redundancy=False,
     )
-    store = Store(RUNS, fs=disk)
+    store = api.place(RUNS, fs=disk)
     (found,) = store.scan()
     manifest = store.read_manifest(found.name)
     assert manifest is not None
@@ -211,7 +212,7 @@ def test_flipped_bit_is_made_up_for_or_found(
     state = {"w": np.arange(300, dtype=np.int32), "own": 1, "flag": np.ones(9, bool)}
     options = {"keep_redundancy": copies}
     job(disk, 3, lambda ours, _: ours.save(1, state), format=format, options=options)
-    (found,) = Store(RUNS, fs=disk).scan()
+    (found,) = api.listed(RUNS, fs=disk)
     path = RUNS / found.shards[rank]
     content = bytearray(disk.read_bytes(path))
     content[place % len(content)] ^= 1 << bit

@@ -15,26 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CheckpointNotFound,
     CorruptCheckpoint,
+    Ranks,
+    Resumption,
     SaveFailed,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
+    load_checkpoint,
 )
-from ckptmgr.core.model import State
-from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
+from ckptmgr.parallel import LayoutError, ParallelLayout
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import flip_bit
 from tests.support.runs import manager_on
@@ -171,17 +169,17 @@ def test_rank_that_did_not_save_gets_none_where_it_has_nothing_itself() -> None:
 
 def payload(disk: ModelDisk) -> list[int]:
     """Bytes of tensors in the file of each rank of the only checkpoint."""
-    return payload_of(Store(RUNS, fs=disk))
+    return payload_of(api.place(RUNS, fs=disk))
 
 
-def payload_of(store: Store) -> list[int]:
-    from ckptmgr.files.load.options import ReadOptions
+def payload_of(store: api.Place) -> list[int]:
+    pass
     from ckptmgr.files.load.shards import ShardedCheckpoint
 
     found = max(store.scan(), key=lambda checkpoint: checkpoint.step)
     manifest = store.read_manifest(found.name)
     assert manifest is not None
-    with ShardedCheckpoint(store, manifest, options=ReadOptions()) as files:
+    with ShardedCheckpoint(store, manifest, options=api.reading()) as files:
         return [
             sum(
                 one.spec.size_bytes for pieces in files.file(rank).pieces.values() for one in pieces
@@ -308,7 +306,7 @@ def test_damaged_file_is_made_up_for_by_a_copy(caplog: pytest.LogCaptureFixture)
     state = {"w": np.arange(4000, dtype=np.float32)}
     options = {"keep_redundancy": 2}
     job(disk, 4, lambda ours, rank: ours.save(1, state), options=options)
-    (found,) = Store(RUNS, fs=disk).scan()
+    (found,) = api.listed(RUNS, fs=disk)
     flip_bit(disk, found.shards[2])
     with caplog.at_level(logging.WARNING):
         one: Any = alone(disk).state
@@ -319,7 +317,7 @@ def test_damaged_file_is_made_up_for_by_a_copy(caplog: pytest.LogCaptureFixture)
 def test_damaged_file_without_a_copy_is_an_error() -> None:
     disk = ModelDisk()
     job(disk, 4, lambda ours, rank: ours.save(1, {"w": np.arange(4000)}))
-    (found,) = Store(RUNS, fs=disk).scan()
+    (found,) = api.listed(RUNS, fs=disk)
     flip_bit(disk, found.shards[2])
     with (
         manager_on(RUNS, fs=disk, processes=ModelProcesses(disk), prefix=SERIES) as ours,
@@ -427,7 +425,7 @@ def test_slices_that_nobody_saves_are_an_error_on_all_ranks() -> None:
     disk = ModelDisk()
     for text in job(disk, 2, work, layout=layout):
         assert "do not make up its shape [6]" in text
-    assert Store(RUNS, fs=disk).scan() == []
+    assert api.listed(RUNS, fs=disk) == []
 
 
 def test_tied_slices_stay_tied() -> None:
@@ -505,7 +503,7 @@ def test_worker_processes_write_the_shares_of_the_ranks(
 
     for outcome in run_ranks(meeting, save):
         assert outcome.raised is None, outcome.raised
-    assert sum(payload_of(Store(tmp_path))) == state_of(0)["weights"].nbytes + 2 * 8
+    assert sum(payload_of(api.place(tmp_path))) == state_of(0)["weights"].nbytes + 2 * 8
     with CheckpointManager(tmp_path, prefix=SERIES) as ours:
         assert values_of(ours.resume(fresh()).state) == values_of(state_of(0))
 
@@ -581,8 +579,8 @@ def test_rank_that_dies_before_the_writing_leaves_nothing(round_name: str, dead:
     for rank, outcome in enumerate(run_ranks(meeting, save)):
         assert isinstance(outcome.raised, RankDied if rank == dead else SaveFailed)
     after = disk.restart()
-    present = Store(RUNS, fs=after).scan()
-    assert [(one.name, one.state) for one in present] == [("net-7.shards", State.OK)]
+    present = api.listed(RUNS, fs=after)
+    assert [(one.name, one.state) for one in present] == [("net-7.shards", api.State.OK)]
     found = job(after, 3, lambda ours, rank: values_of(ours.resume(fresh()).state))
     assert found == [values_of(state_of(rank)) for rank in range(3)]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks agree on before they write, and what they do not take from each other."""
+"""Agreements of ranks before they write, and data that they do not take from each other."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptmgr import RankFailed, RanksMissing, RanksOutOfStep
 from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, read_index
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel import Coordinator, LayoutError
 from ckptmgr.parallel.dedup import Sharing
-from ckptmgr.parallel.errors import LayoutError, RankFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 
@@ -138,7 +138,7 @@ class Rogue:
 
 
 def packed(said: Json) -> Json:
-    """Return notes as they travel; what is no list of notes stays as it is."""
+    """Return notes as they travel; any other value stays as it is."""
     if not isinstance(said, list):
         return said
     return b64encode(zlib.compress(json.dumps(said).encode())).decode()

@@ -7,24 +7,19 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr import CheckpointManager
 from ckptmgr.store.manifest.lineage import Lineage
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS
 from tests.parallel.test_rank_manager import run, state
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import flip_bit
 
-SIGNER = SigningKey(bytes(range(32)))
+SIGNER = api.SigningKey(bytes(range(32)))
 
 
 def train(ours: CheckpointManager, rank: int) -> list[str | None]:
-    """Resume, save two steps, and return the ids of what was saved."""
+    """Resume, save two steps, and return the ids of both."""
     found = ours.resume(state(rank, 0))
     ids = []
     for step in (found.step + 1, found.step + 2):
@@ -42,24 +37,27 @@ def test_all_files_of_all_ranks_verify_with_the_public_key(config: dict[str, Any
             outcome.must()
         disk = disk.restart()
     trusted = (SIGNER.public_key,)
-    store = Store(RUNS, fs=disk, trust=Trust(trusted_keys=trusted))
+    store = api.place(RUNS, fs=disk, trusted_keys=trusted)
     found = sorted(store.scan(), key=lambda c: c.order)
-    assert [c.state for c in found] == [State.OK] * 4
-    options = ReadOptions(trust=Trust(trusted_keys=trusted))
-    answers = [verify_checkpoint(store, one, options=options) for one in found]
-    assert [a.status for a in answers] == [Status.OK] * 4
+    assert [c.state for c in found] == [api.State.OK] * 4
+    options = api.reading(trusted_keys=trusted)
+    answers = [api.verify(store, one, options=options) for one in found]
+    assert [a.status for a in answers] == [api.Status.OK] * 4
     flip_bit(disk, found[1].shards[1])
-    answers = [
-        verify_checkpoint(store, one, options=options, lineage=Lineage(found)) for one in found
+    answers = [api.verify(store, one, options=options, lineage=Lineage(found)) for one in found]
+    assert [a.status for a in answers] == [
+        api.Status.OK,
+        api.Status.DAMAGED,
+        api.Status.OK,
+        api.Status.OK,
     ]
-    assert [a.status for a in answers] == [Status.OK, Status.DAMAGED, Status.OK, Status.OK]
 
 
 def test_all_ranks_agree_on_the_ids_and_each_checkpoint_names_the_one_before() -> None:
     disk = ModelDisk()
     ids = [outcome.must() for outcome in run(disk, train)]
     assert ids == [ids[0]] * len(ids)
-    first, second = sorted(Store(RUNS, fs=disk).scan(), key=lambda c: c.order)
+    first, second = sorted(api.listed(RUNS, fs=disk), key=lambda c: c.order)
     assert [first.id, second.id] == ids[0]
     assert second.previous is not None
     assert (second.previous.name, second.previous.id) == (first.name, first.id)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CkptmgrError, PolicyTextError, parse_policy
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.policy.text import PolicyTextError, parse_duration, parse_policy
+from ckptmgr.policy.text import parse_duration
 from tests.support.policies import rules
 
 _EVERYTHING = (

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.retention import plan
+from ckptmgr import Checkpoint, UnsafePrune, parse_policy, plan
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.policy.text import parse_policy
 
 _FACTS: dict[str, Any] = json.loads(
     (Path(__file__).parent.parent / "golden" / "restic.json").read_text(encoding="utf-8")

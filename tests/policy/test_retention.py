@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What retention keeps and drops, and what it says about it."""
+"""Kept and dropped checkpoints of retention, with its reasons."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Pin, Plan, State
-from ckptmgr.policy.retention import plan
+from ckptmgr import Checkpoint, Plan, UnsafePrune, plan
+from ckptmgr.core.model import Pin, State
 from ckptmgr.policy.rules import All, Best, Epochs, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.time_rules import (
     Daily,

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.policy.retention import plan
-from ckptmgr.policy.text import parse_policy
+from ckptmgr import Checkpoint, UnsafePrune, parse_policy, plan
+from ckptmgr.core.model import Pin, State
 from tests.support.policies import NOW, checkpoint
 
 _GOLDEN = Path(__file__).parent.parent / "golden" / "retention.json"

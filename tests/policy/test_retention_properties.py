@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from random import Random
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import Checkpoint, Plan
-from ckptmgr.policy.retention import plan
-from ckptmgr.policy.rules import RetentionPolicy, Rule
-from ckptmgr.policy.text import parse_policy
-from tests.support.policies import NOW, histories, rules
+from ckptmgr import Checkpoint, Plan, UnsafePrune, parse_policy, plan
+from ckptmgr.policy.retention import dropped
+from ckptmgr.policy.rules import Finding, RetentionPolicy, Rule
+from tests.support.policies import NOW, checkpoint, histories, rules
 
 _POLICIES = st.lists(rules(), min_size=1, max_size=3).map(lambda some: RetentionPolicy(tuple(some)))
 
@@ -125,3 +125,50 @@ def test_plan_never_drops_a_path_that_it_keeps(
     answer = _planned(history, policy)
     if answer is not None:
         assert not set(_paths(answer.kept)) & set(_paths(answer.dropped))
+
+
+@given(histories(), _POLICIES, st.data())
+def test_dropped_are_those_of_a_plan_and_refused_as_it_is(
+    history: list[Checkpoint], policy: RetentionPolicy, data: st.DataObject
+) -> None:
+    line = list({item.path: item for item in history}.values())
+    safe = data.draw(st.sets(st.sampled_from(line))) if line else set()
+    protected = {item.path: "saved last" for item in safe}
+    answer = found = None
+    refused: list[str] = []
+    try:
+        answer = plan(line, policy, NOW, protected=protected, is_one_line=True)
+    except UnsafePrune as error:
+        refused.append(str(error))
+    try:
+        found = dropped(line, policy, NOW, protected=protected)
+    except UnsafePrune as error:
+        refused.append(str(error))
+    if answer is None or found is None:
+        assert refused[:1] * 2 == refused
+    else:
+        assert list(found.checkpoints) == list(answer.dropped)
+        countable = [item for item in answer.kept if item.is_countable]
+        assert found.newest == (countable[0] if countable else None)
+
+
+@given(histories(), rules())
+def test_rule_keeps_what_it_explains_as_kept(history: list[Checkpoint], rule: Rule) -> None:
+    line = sorted(history, key=lambda item: item.order, reverse=True)
+    if line:
+        found = [one is not None and one.is_kept for one in rule.judge(line, NOW)]
+        assert list(rule.stays(line, NOW)) == found
+
+
+class _OddSteps(Rule):
+    def __str__(self) -> str:
+        return "odd"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
+        return [self.finding(True, "odd") if one.step % 2 else None for one in history]
+
+
+def test_rule_of_a_user_that_only_judges_decides_what_is_dropped() -> None:
+    line = [checkpoint(step) for step in (1, 2, 3, 4)]
+    found = dropped(line, RetentionPolicy((_OddSteps(),)), NOW)
+    assert [one.step for one in found.checkpoints] == [2]

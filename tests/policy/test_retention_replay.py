@@ -15,10 +15,8 @@ from typing import TypedDict
 
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, plan
 from ckptmgr.core.names import checkpoint_name, restart_prefix, step_in_epoch
-from ckptmgr.policy.retention import plan
 from ckptmgr.policy.save import LastSave, SaveDecision, decide_at_end
 from tests.support.policies import NOW
 

@@ -12,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.policy.save import (
+from ckptmgr import (
     AtSteps,
+    CheckpointConfig,
+    CheckpointManager,
     EverySeconds,
     EverySteps,
-    LastSave,
     Never,
     Overhead,
-    SavePolicy,
-    decide_at_end,
 )
+from ckptmgr.policy.save import LastSave, SavePolicy, decide_at_end
 from ckptmgr.store.store import Store
 
 _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(

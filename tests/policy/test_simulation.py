@@ -7,11 +7,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, parse_policy, plan
 from ckptmgr.policy import simulation
-from ckptmgr.policy.retention import plan
 from ckptmgr.policy.simulation import made_up_history, simulate
-from ckptmgr.policy.text import parse_policy
 from tests.support.policies import checkpoint
 
 NOW = datetime(2026, 3, 2, tzinfo=UTC)

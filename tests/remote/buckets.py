@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Object stores in memory for tests, and what they must show after a crash."""
+"""Object stores in memory for tests, and their conditions after a crash."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import itertools
 import time
 from pathlib import Path
 
+from ckptmgr import Trust
 from ckptmgr.core.model import State
-from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, open_objects
 from ckptmgr.remote.download import download
 from ckptmgr.store.store import Store
@@ -34,8 +35,8 @@ def directory_of(objects: Objects, *, later_s: float = 0) -> RemoteDirectory:
 
 
 def listed(objects: Objects, *, trust: Trust = DEFAULT_TRUST) -> dict[str, State]:
-    """Return name to state of what a store lists."""
-    return {one.name: one.state for one in remote_store(objects, trust=trust).scan()}
+    """Return name to state in the listing of a store."""
+    return {one.name: one.state for one in ObjectPlace(objects, trust=trust).scan()}
 
 
 def whole_names(objects: Objects, work: Path) -> set[str]:

@@ -17,14 +17,15 @@ import pytest
 
 from ckptmgr import (
     CheckpointManager,
+    CkptmgrError,
     ModelCheckpoint,
     export_weights,
 )
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.objects import requests
 from ckptmgr.objects.paths import UrlPath
-from ckptmgr.objects.requests import checked_url, open_objects
+from ckptmgr.objects.requests import checked_url
 from tests.cli.running import key_file, run
+from tests.support import api
 
 _URL = "s3://bucket/run"
 
@@ -121,7 +122,6 @@ _REFUSING = [
     ("rekey", _URL, "--key", "KEY", "--add", "KEY"),
     ("repair", _URL),
     ("report", _URL),
-    ("rm", f"{_URL}/x.ckpt"),
     ("sign", _URL, "--private-key", "KEY"),
     ("simulate", "last(2)", _URL),
     ("stats", _URL),
@@ -148,7 +148,6 @@ def test_command_that_takes_paths_only_refuses_an_address(
     ("command", "instead"),
     [
         (("doctor", _URL), "ckptmgr storage probe URL"),
-        (("rm", f"{_URL}/x.ckpt"), "ckptmgr prune URL --keep EXPR --now"),
         (("simulate", "last(2)", _URL), "ckptmgr prune URL --keep EXPR --dry-run"),
         (("pin", "1", "--dir", _URL), "never changed"),
         (("watch", _URL, "--once"), "--mirror URL"),
@@ -199,7 +198,7 @@ def test_error_of_a_request_shows_no_password_of_the_endpoint(
     form: str, refusing_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", form.format(refusing_port))
-    objects = open_objects(_URL)
+    objects = api.open_objects(_URL)
     for ask in (objects.list, lambda: objects.get("k"), lambda: objects.put("k", [b"x"], 1)):
         with pytest.raises(ConnectionError) as caught:
             ask()
@@ -227,7 +226,7 @@ def test_setting_that_would_stop_the_library_is_named(
     else:
         monkeypatch.setenv(name, value)
     with pytest.raises(CkptmgrError, match=f"variable {name} ") as caught:
-        open_objects(_URL)
+        api.open_objects(_URL)
     assert said in str(caught.value)
     assert "secret" not in str(caught.value)
 
@@ -261,7 +260,7 @@ def test_answer_of_a_server_shows_no_password_of_the_endpoint(
         place = f"127.0.0.1:{server.server_address[1]}"
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://user:secret@{place}")
         with pytest.raises(kind) as caught:
-            open_objects(_URL).get(f"key-{status}")
+            api.open_objects(_URL).get(f"key-{status}")
         server.shutdown()
     assert "secret" not in "".join(traceback.format_exception(caught.value))
 
@@ -285,7 +284,7 @@ def test_answer_of_a_server_steers_no_terminal_and_fills_no_log(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
         with pytest.raises(kind) as caught:
-            open_objects(_URL).get(f"key-{status}")
+            api.open_objects(_URL).get(f"key-{status}")
         result = run("ls", f"{_URL}-{status}")
         server.shutdown()
     trace = "".join(traceback.format_exception(caught.value))

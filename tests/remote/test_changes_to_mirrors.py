@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed here after its upload comes to the mirror: keys, pins, tags and metrics."""
+"""A change after the upload comes to the mirror: keys, pins, tags and metrics."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import UnsafeWrite
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Mirror, UnsafeWrite
+from ckptmgr.events import Event
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.observe.events import Event
-from ckptmgr.store.store import Store
 from tests.cli.running import run
 from tests.faults.training import RUNS, ModelProcesses
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.crashmodel import ModelDisk
 from tests.support.rekeying import (
@@ -41,8 +35,7 @@ pytest.importorskip("obstore")
 
 from ckptmgr.objects.comparison import Difference
 from ckptmgr.objects.directory import RemoteDirectory, Uploaded
-from ckptmgr.objects.filesystem import remote_store
-from ckptmgr.objects.requests import Objects, open_objects
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote.download import download
 from tests.remote.buckets import directory_of, listed, new_objects, new_url
@@ -57,37 +50,39 @@ def _state(step: int) -> dict[str, np.ndarray]:
     return {"w": np.arange(50.0) * step}
 
 
-def _openers(objects: Objects, keys: Sequence[Key] = (OLD, NEW)) -> dict[str, list[int]]:
+def _openers(objects: api.Objects, keys: Sequence[api.Key] = (OLD, NEW)) -> dict[str, list[int]]:
     """Return which of the keys open each checkpoint of a store alone, by number."""
     found: dict[str, list[int]] = {}
     for number, key in enumerate(keys):
-        trust = Trust(keys=ring(key))
-        store = remote_store(objects, trust=trust)
+        trust = api.Trust(keys=ring(key))
+        store = ObjectPlace(objects, trust=trust)
         for one in store.scan():
-            answer = verify_checkpoint(store, one, options=ReadOptions(trust=trust))
+            answer = api.verify(store, one, options=api.reading(trust=trust))
             found.setdefault(one.name, [])
-            if answer.status is Status.OK:
+            if answer.status is api.Status.OK:
                 found[one.name].append(number)
     return found
 
 
-def _upload_all(objects: Objects, store: Store) -> list[Uploaded]:
+def _upload_all(objects: api.Objects, store: api.Place) -> list[Uploaded]:
     there = directory_of(objects)
     return [there.upload(store, one.name) for one in sorted(store.scan(), key=lambda one: one.name)]
 
 
-def _contents(objects: Objects) -> dict[str, bytes]:
+def _contents(objects: api.Objects) -> dict[str, bytes]:
     return {one.key: objects.get(one.key) for one in [*objects.list(), *objects.list("data/")]}
 
 
-def _filled(contents: dict[str, bytes]) -> Objects:
+def _filled(contents: dict[str, bytes]) -> api.Objects:
     bucket = new_objects()
     for key, data in contents.items():
         bucket.put(key, [data], len(data))
     return bucket
 
 
-def _points(upload: Callable[[Objects], object], contents: dict[str, bytes]) -> Iterable[Objects]:
+def _points(
+    upload: Callable[[api.Objects], object], contents: dict[str, bytes]
+) -> Iterable[api.Objects]:
     """Yield a store for each request of an upload, before and after which the upload died."""
     calm = CountedObjects(_filled(contents))
     upload(calm)
@@ -111,7 +106,7 @@ def test_mirror_of_changed_keys_opens_for_old_or_new_ones_at_every_request(
     tmp_path: Path, changes: Sequence[KeyChange], uploads: int
 ) -> None:
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     name = store.scan()[0].name
     before = new_objects()
     _upload_all(before, store)
@@ -119,7 +114,7 @@ def test_mirror_of_changed_keys_opens_for_old_or_new_ones_at_every_request(
     for change in changes:
         rekey(change, directory=tmp_path)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     calm = CountedObjects(_filled(contents))
@@ -137,7 +132,7 @@ def test_mirror_of_changed_keys_opens_for_old_or_new_ones_at_every_request(
 def test_set_of_files_with_changed_keys_opens_for_old_or_new_ones_at_every_request() -> None:
     disk = ModelDisk()
     save_set(disk)
-    store = Store(RUNS, fs=disk)
+    store = api.place(RUNS, fs=disk)
 
     first = new_objects()
     _upload_all(first, store)
@@ -145,7 +140,7 @@ def test_set_of_files_with_changed_keys_opens_for_old_or_new_ones_at_every_reque
     rekey(ROTATION, fs=disk, processes=ModelProcesses(disk))
     (one,) = store.scan()
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, one.name)
 
     for bucket in _points(upload, contents):
@@ -156,13 +151,13 @@ def test_set_of_files_with_changed_keys_opens_for_old_or_new_ones_at_every_reque
 
 def test_keys_that_change_again_after_a_cut_change_leave_each_state_open(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     name = store.scan()[0].name
     first = new_objects()
     _upload_all(first, store)
     start = _contents(first)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     rekey(ROTATION, directory=tmp_path)
@@ -178,7 +173,7 @@ def test_data_that_is_encrypted_again_replaces_the_old_at_one_request(
     tmp_path: Path, form: str
 ) -> None:
     save_run(directory=tmp_path, steps=1, form=form)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     name = store.scan()[0].name
 
     first = new_objects()
@@ -187,7 +182,7 @@ def test_data_that_is_encrypted_again_replaces_the_old_at_one_request(
     changing = open_for_rekeying(tmp_path, _REENCRYPTION)
     reencrypt_checkpoint(changing, changing.scan()[0], _REENCRYPTION)
 
-    def upload(bucket: Objects) -> object:
+    def upload(bucket: api.Objects) -> object:
         return directory_of(bucket).upload(store, name)
 
     for bucket in _points(upload, contents):
@@ -202,7 +197,7 @@ def test_data_that_is_encrypted_again_replaces_the_old_at_one_request(
 def test_run_with_the_new_key_brings_its_mirror_to_it(tmp_path: Path) -> None:
     url = new_url()
 
-    def run_with(key: Key, directory: Path) -> int:
+    def run_with(key: api.Key, directory: Path) -> int:
         config = CheckpointConfig(keep="all", format="safetensors", enc_key=key.raw)
         with CheckpointManager(directory, config, mirror=url) as manager:
             return manager.resume(_state(0)).step
@@ -213,7 +208,7 @@ def test_run_with_the_new_key_brings_its_mirror_to_it(tmp_path: Path) -> None:
             manager.save(step, _state(step))
     rekey(ROTATION, directory=tmp_path / "a")
     assert run_with(NEW, tmp_path / "a") == 2
-    assert set(map(tuple, _openers(open_objects(url)).values())) == {(1,)}
+    assert set(map(tuple, _openers(api.open_objects(url)).values())) == {(1,)}
     assert run_with(NEW, tmp_path / "b") == 2
 
 
@@ -222,7 +217,7 @@ def test_checkpoint_that_is_only_in_the_mirror_is_named_after_a_change_of_keys(
 ) -> None:
     url = new_url()
 
-    def config(key: Key) -> CheckpointConfig:
+    def config(key: api.Key) -> CheckpointConfig:
         return CheckpointConfig(keep="last(1)", format="safetensors", enc_key=key.raw)
 
     with CheckpointManager(tmp_path / "a", config(OLD), prefix="net", mirror=url) as manager:
@@ -240,19 +235,19 @@ def test_checkpoint_that_is_only_in_the_mirror_is_named_after_a_change_of_keys(
     run("copy", f"{url}/net-1.safetensors.ckpe", tmp_path / "b")
     rekey(ROTATION, directory=tmp_path / "b")
     assert run("copy", tmp_path / "b", url).exit_code == 0
-    assert set(map(tuple, _openers(open_objects(url)).values())) == {(1,)}
+    assert set(map(tuple, _openers(api.open_objects(url)).values())) == {(1,)}
 
 
 def test_header_that_was_damaged_there_is_mended_by_a_change(tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
-    objects = open_objects(f"file://{bucket}")
+    objects = api.open_objects(f"file://{bucket}")
     save_run(directory=tmp_path / "a", steps=1)
-    _upload_all(objects, Store(tmp_path / "a"))
+    _upload_all(objects, api.place(tmp_path / "a"))
     (data,) = bucket.glob("data/*/*.ckpe")
     for offset in (100, 4096 + 100):  # both copies
         flip(data, offset)
     rekey(ROTATION, directory=tmp_path / "a")
-    _upload_all(objects, Store(tmp_path / "a"))
+    _upload_all(objects, api.place(tmp_path / "a"))
     assert list(_openers(objects).values()) == [[1]]
 
 
@@ -278,7 +273,7 @@ def test_pin_tag_and_metric_are_brought_there_at_the_end_of_the_run(tmp_path: Pa
 
 
 def _there(url: str) -> list[Checkpoint]:
-    found = remote_store(open_objects(url), trust=DEFAULT_TRUST).scan()
+    found = ObjectPlace(api.open_objects(url), trust=api.DEFAULT_TRUST).scan()
     return sorted(found, key=lambda one: one.step)
 
 
@@ -306,7 +301,7 @@ def test_pin_is_brought_there_by_command(tmp_path: Path, by: str) -> None:
 
 def test_data_of_a_cut_upload_is_sent_again_after_a_change_of_keys(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    store, objects = Store(tmp_path), new_objects()
+    store, objects = api.place(tmp_path), new_objects()
     (one,) = store.scan()
     with pytest.raises(Died):
         directory_of(CountedObjects(objects, last=4)).upload(store, one.name)
@@ -319,7 +314,7 @@ def test_data_of_a_cut_upload_is_sent_again_after_a_change_of_keys(tmp_path: Pat
 
 def test_download_that_a_change_of_keys_overtakes_is_begun_again(tmp_path: Path) -> None:
     save_run(directory=tmp_path / "a", steps=1)
-    store, objects = Store(tmp_path / "a"), new_objects()
+    store, objects = api.place(tmp_path / "a"), new_objects()
     (one,) = store.scan()
     directory_of(objects).upload(store, one.name)
 
@@ -330,7 +325,7 @@ def test_download_that_a_change_of_keys_overtakes_is_begun_again(tmp_path: Path)
             directory_of(objects).upload(store, one.name)
             return data
 
-    target = Store(tmp_path / "b")
+    target = api.place(tmp_path / "b")
     with target.lease("net"):
         with pytest.raises(ConnectionError, match="its manifest was changed during the download"):
             download(directory_of(Overtaken(objects)), one.name, target)
@@ -343,10 +338,10 @@ def test_download_that_a_change_of_keys_overtakes_is_begun_again(tmp_path: Path)
 def test_two_places_that_changed_one_checkpoint_as_often_are_a_conflict(
     tmp_path: Path, change: str
 ) -> None:
-    objects = open_objects(new_url())
+    objects = api.open_objects(new_url())
     save_run(directory=tmp_path / "a", steps=1)
-    (one,) = Store(tmp_path / "a").scan()
-    _upload_all(objects, Store(tmp_path / "a"))
+    (one,) = api.listed(tmp_path / "a")
+    _upload_all(objects, api.place(tmp_path / "a"))
     assert run("copy", objects.url, tmp_path / "b").exit_code == 0
     key = tmp_path / "old.key"
     key.touch(mode=0o600)
@@ -358,9 +353,9 @@ def test_two_places_that_changed_one_checkpoint_as_often_are_a_conflict(
         else:
             rotation = KeyChange(keys=ring(OLD), add=(ring(other),), remove=(ring(OLD),))
             rekey(rotation, directory=tmp_path / place)
-    _upload_all(objects, Store(tmp_path / "a"))
+    _upload_all(objects, api.place(tmp_path / "a"))
     with pytest.raises(UnsafeWrite, match="there, and in another way here"):
-        _upload_all(objects, Store(tmp_path / "b"))
+        _upload_all(objects, api.place(tmp_path / "b"))
     assert _openers(objects) == {one.name: [0] if change == "pin" else [1]}
 
 
@@ -378,7 +373,7 @@ def test_live_run_that_another_one_went_on_from_loses_nothing_in_the_mirror(
         _saved(first, 3)
         for step in (10, 11, 12):
             _saved(second, step)
-        there = listed(open_objects(mirror.url)).keys()
+        there = listed(api.open_objects(mirror.url)).keys()
     assert there == {f"ckpt-{step}.ckpt" for step in (2, 3, 11, 12)}
     assert caplog.text.count("another run of this line saves there, too, up to ckpt-") == 1
 
@@ -400,7 +395,7 @@ def test_copy_brings_pins_back_into_a_directory(tmp_path: Path) -> None:
     run("copy", tmp_path / "a", url)
     result = run("copy", url, tmp_path / "b")
     assert (result.exit_code, "brought up to date" in result.stdout) == (0, True)
-    (one,) = Store(tmp_path / "b").scan()
+    (one,) = api.listed(tmp_path / "b")
     assert [pin.name for pin in one.pins] == ["paper"]
     again = run("copy", url, tmp_path / "b")
     assert "was there already" in again.stdout
@@ -422,12 +417,12 @@ def test_copy_into_a_directory_refuses_newer_keys(tmp_path: Path) -> None:
 
 def test_older_copy_takes_no_pin_and_no_key_away(tmp_path: Path) -> None:
     url = new_url()
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     save_run(directory=tmp_path / "a", steps=2)
-    _upload_all(objects, Store(tmp_path / "a"))
-    for name in sorted(one.name for one in Store(tmp_path / "a").scan()):
+    _upload_all(objects, api.place(tmp_path / "a"))
+    for name in sorted(one.name for one in api.listed(tmp_path / "a")):
         assert run("copy", f"{url}/{name}", tmp_path / "b").exit_code == 0
-    first, second = sorted(one.name for one in Store(tmp_path / "a").scan())
+    first, second = sorted(one.name for one in api.listed(tmp_path / "a"))
     key = tmp_path / "old.key"
     key.touch(mode=0o600)
     key.write_text(OLD.raw.hex())
@@ -435,8 +430,8 @@ def test_older_copy_takes_no_pin_and_no_key_away(tmp_path: Path) -> None:
     store = open_for_rekeying(tmp_path / "a", ROTATION)
     (chosen,) = (one for one in store.scan() if one.name == second)
     rekey_checkpoint(store, chosen, ROTATION)
-    _upload_all(objects, Store(tmp_path / "a"))
-    stale = Store(tmp_path / "b")
+    _upload_all(objects, api.place(tmp_path / "a"))
+    stale = api.place(tmp_path / "b")
     for name in (first, second):
         assert directory_of(objects).difference(stale, name) is Difference.THERE
         with pytest.raises(UnsafeWrite, match="were changed there"):
@@ -495,20 +490,20 @@ def test_pinned_checkpoint_here_is_never_removed_there(tmp_path: Path, by: str) 
             if step == 1:
                 manager.pin(1)
         if by == "watch":
-            if step == 1:  # what is there does not know of the pin
+            if step == 1:  # the uploaded one does not know of the pin
                 run("unpin", runs / "ckpt-1.ckpt")
             watched = ("watch", runs, "--once", "--mirror", url, "--mirror-keep", "last(1)")
             assert run(*watched).exit_code == 0
             if step == 1:
                 run("pin", runs / "ckpt-1.ckpt")
-    assert listed(open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
+    assert listed(api.open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
     assert _there(url)[0].pins
 
 
 def test_manifest_that_reads_back_otherwise_is_no_success(tmp_path: Path) -> None:
     objects = new_objects()
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (one,) = store.scan()
     directory_of(objects).upload(store, one.name)
     rekey(_ADD, directory=tmp_path)
@@ -530,10 +525,10 @@ def test_comparison_of_many_checkpoints_takes_two_requests_for_each_and_none_aga
     with CheckpointManager(tmp_path, config, mirror=url) as manager:
         for step in range(1, 21):
             manager.save(step, _state(step))
-    counted = CountedObjects(open_objects(url))
+    counted = CountedObjects(api.open_objects(url))
     monkeypatch.setattr(mirrors, "open_objects", lambda _: counted)
     with CheckpointManager(tmp_path, config, mirror=url) as manager:
         manager.resume(_state(0))
         manager.save(21, _state(21))
     compared = [one for one in counted.requests if one.startswith("get ckpt-7.ckpt")]
-    assert len(compared) <= 2  # when it resumes, and when it is asked what is newer
+    assert len(compared) <= 2  # when it resumes, and when it is asked for newer ones

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import DEFAULT_TRUST
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import save_run
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
@@ -19,7 +16,7 @@ from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.directory import LEFTOVER_AGE
-from ckptmgr.objects.filesystem import remote_store
+from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.remote.download import download
 from tests.remote.buckets import directory_of, new_objects, whole_names
 
@@ -28,11 +25,11 @@ _FIRST, _SECOND = "net-1_1.ckpt", "net-1_2.ckpt"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Store:
+def run(tmp_path_factory: pytest.TempPathFactory) -> api.Place:
     """A local run with two checkpoints."""
     directory = tmp_path_factory.mktemp("run")
     save_run(directory, [1, 2])
-    return Store(directory)
+    return api.place(directory)
 
 
 def _points(count: int) -> Iterator[tuple[int, bool]]:
@@ -41,14 +38,14 @@ def _points(count: int) -> Iterator[tuple[int, bool]]:
         yield number, True
 
 
-def _requests_of_upload(run: Store) -> int:
+def _requests_of_upload(run: api.Place) -> int:
     objects = CountedObjects(new_objects())
     directory_of(objects).upload(run, _SECOND)
     return len(objects.requests)
 
 
 def test_commit_that_dies_at_any_request_shows_whole_checkpoints_only(
-    run: Store, tmp_path: Path
+    run: api.Place, tmp_path: Path
 ) -> None:
     count = _requests_of_upload(run)
     assert count == 6
@@ -64,7 +61,7 @@ def test_commit_that_dies_at_any_request_shows_whole_checkpoints_only(
         assert whole_names(bucket, tmp_path) == {_FIRST, _SECOND}
 
 
-def test_upload_after_a_crash_does_not_send_the_data_again(run: Store) -> None:
+def test_upload_after_a_crash_does_not_send_the_data_again(run: api.Place) -> None:
     bucket = new_objects()
     with pytest.raises(Died):
         directory_of(CountedObjects(bucket, last=4)).upload(run, _SECOND)  # at the manifest
@@ -75,7 +72,7 @@ def test_upload_after_a_crash_does_not_send_the_data_again(run: Store) -> None:
     assert "create" in kinds
 
 
-def test_old_data_of_a_crash_is_sent_again_because_a_sweep_may_remove_it(run: Store) -> None:
+def test_old_data_of_a_crash_is_sent_again_because_a_sweep_may_remove_it(run: api.Place) -> None:
     bucket = new_objects()
     with pytest.raises(Died):
         directory_of(CountedObjects(bucket, last=4)).upload(run, _SECOND)
@@ -85,7 +82,7 @@ def test_old_data_of_a_crash_is_sent_again_because_a_sweep_may_remove_it(run: St
 
 
 def test_data_that_a_sweep_removes_during_the_upload_is_sent_again(
-    run: Store, tmp_path: Path
+    run: api.Place, tmp_path: Path
 ) -> None:
     bucket = new_objects()
     counted = CountedObjects(bucket)
@@ -100,7 +97,7 @@ def test_data_that_a_sweep_removes_during_the_upload_is_sent_again(
     assert whole_names(bucket, tmp_path) == {_SECOND}
 
 
-def test_lost_answer_to_the_manifest_is_no_conflict(run: Store, tmp_path: Path) -> None:
+def test_lost_answer_to_the_manifest_is_no_conflict(run: api.Place, tmp_path: Path) -> None:
     bucket = new_objects()
     with pytest.raises(Died):
         directory_of(CountedObjects(bucket, last=4, is_done=True)).upload(run, _SECOND)
@@ -109,13 +106,15 @@ def test_lost_answer_to_the_manifest_is_no_conflict(run: Store, tmp_path: Path) 
 
 
 def test_prune_that_dies_at_any_request_shows_whole_checkpoints_only(
-    run: Store, tmp_path: Path
+    run: api.Place, tmp_path: Path
 ) -> None:
     for last, is_done in _points(2):
         bucket = new_objects()
         for name in (_FIRST, _SECOND):
             directory_of(bucket).upload(run, name)
-        going = [one for one in remote_store(bucket, trust=DEFAULT_TRUST).scan() if one.step == 1]
+        going = [
+            one for one in ObjectPlace(bucket, trust=api.DEFAULT_TRUST).scan() if one.step == 1
+        ]
         dying = CountedObjects(bucket, last=last, is_done=is_done)
         with pytest.raises(Died):
             directory_of(dying).remove(going)
@@ -128,7 +127,7 @@ def test_prune_that_dies_at_any_request_shows_whole_checkpoints_only(
 
 
 def test_sweep_that_dies_at_any_request_keeps_what_manifests_name(
-    run: Store, tmp_path: Path
+    run: api.Place, tmp_path: Path
 ) -> None:
     def with_leftover() -> CountedObjects:
         bucket = CountedObjects(new_objects())
@@ -149,7 +148,7 @@ def test_sweep_that_dies_at_any_request_keeps_what_manifests_name(
         assert whole_names(bucket, tmp_path) == {_FIRST}
 
 
-def test_sweep_removes_nothing_while_a_manifest_cannot_be_read(run: Store) -> None:
+def test_sweep_removes_nothing_while_a_manifest_cannot_be_read(run: api.Place) -> None:
     bucket = new_objects()
     directory_of(bucket).upload(run, _FIRST)
     bucket.delete([f"{_FIRST}.manifest.json"])
@@ -158,24 +157,24 @@ def test_sweep_removes_nothing_while_a_manifest_cannot_be_read(run: Store) -> No
     assert len(bucket.list("data/")) == 1
 
 
-def test_download_that_dies_at_any_request_is_continued(run: Store, tmp_path: Path) -> None:
+def test_download_that_dies_at_any_request_is_continued(run: api.Place, tmp_path: Path) -> None:
     bucket = new_objects()
     directory_of(bucket).upload(run, _SECOND)
     for last in (1, 2):
-        target = Store(tmp_path / str(last))
+        target = api.place(tmp_path / str(last))
         with target.lease("net"), pytest.raises(Died):
             download(directory_of(CountedObjects(bucket, last=last)), _SECOND, target)
         assert target.scan() == []
         with target.lease("net"):
             download(directory_of(bucket), _SECOND, target)
-        assert [(one.name, one.state) for one in target.scan()] == [(_SECOND, State.OK)]
+        assert [(one.name, one.state) for one in target.scan()] == [(_SECOND, api.State.OK)]
 
 
 def test_sharded_checkpoint_that_dies_at_any_request_is_whole_or_absent(tmp_path: Path) -> None:
     for rank, content in enumerate(CONTENTS):
         (tmp_path / shard(rank)).write_bytes(content)
-    (tmp_path / manifest_name(SET)).write_bytes(encode(sharded()))
-    store, name = Store(tmp_path), SET
+    (tmp_path / api.manifest_name(SET)).write_bytes(api.encode_manifest(sharded()))
+    store, name = api.place(tmp_path), SET
     calm = CountedObjects(new_objects())
     directory_of(calm).upload(store, name)
     for last, is_done in _points(len(calm.requests)):

@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import ChecksumMismatch, open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import TamperedCheckpoint
+from ckptmgr import ChecksumMismatch, TamperedCheckpoint, open_checkpoint, save_checkpoint
 
 pytest.importorskip("obstore")
 

@@ -9,16 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint, save_state
-from ckptmgr.core.errors import UnsafeWrite
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint, UnsafeWrite, save_checkpoint, save_state
 from ckptmgr.objects import staging
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import KEY
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import open_objects
+
 from tests.cli.running import run
 from tests.remote.buckets import new_url, whole_names
 
@@ -39,7 +38,7 @@ def test_file_is_whole_at_the_address_when_it_is_saved_and_nothing_stays_here(
     url = new_url()
     saved = save(_TENSORS, f"{url}/net.ckpt")
     assert str(saved.path) == f"{url}/net.ckpt"
-    assert whole_names(open_objects(url), tmp_path) == {"net.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"net.ckpt"}
     assert list(machine.iterdir()) == []
     back = run("copy", f"{url}/net.ckpt", tmp_path / "back")
     assert back.exit_code == 0, back.stderr
@@ -53,8 +52,8 @@ def test_checkpoint_that_has_the_name_there_is_not_replaced(
     first = save(_TENSORS, f"{url}/net.ckpt")
     with pytest.raises(UnsafeWrite, match="another checkpoint has this name there"):
         save({"w": np.ones(3)}, f"{url}/net.ckpt")
-    assert whole_names(open_objects(url), tmp_path) == {"net.ckpt"}
-    assert [one.size_bytes for one in open_objects(url).list("data/")] == [first.size_bytes]
+    assert whole_names(api.open_objects(url), tmp_path) == {"net.ckpt"}
+    assert [one.size_bytes for one in api.open_objects(url).list("data/")] == [first.size_bytes]
     assert _files(machine) == []
 
 
@@ -67,7 +66,7 @@ def test_option_without_effect_is_refused_by_name(
     (name,) = option
     with pytest.raises(ValueError, match=f"{name}.* has no effect in an object store"):
         save(_TENSORS, f"{url}/net.ckpt", **option)
-    assert open_objects(url).list("data/") == []
+    assert api.open_objects(url).list("data/") == []
 
 
 @pytest.mark.parametrize("save", _SAVES)
@@ -82,19 +81,19 @@ def test_address_that_names_no_object_is_refused(
 def test_encrypted_file_stays_encrypted_there() -> None:
     url = new_url()
     save_state({"w": np.arange(50.0)}, f"{url}/net.ckpe", format="safetensors", enc_key=KEY.raw)
-    (stored,) = open_objects(url).list("data/")
-    assert np.arange(50.0).tobytes()[80:160] not in open_objects(url).get(stored.key)
+    (stored,) = api.open_objects(url).list("data/")
+    assert np.arange(50.0).tobytes()[80:160] not in api.open_objects(url).get(stored.key)
 
 
 def test_save_that_dies_at_any_request_shows_a_whole_file_or_none(
     tmp_path: Path, machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calm = CountedObjects(open_objects(new_url()))
+    calm = CountedObjects(api.open_objects(new_url()))
     monkeypatch.setattr(staging, "open_objects", lambda url: calm)
     save_state(_TENSORS, f"{calm.url}/net.ckpt")
     assert len(calm.requests) == 6
     for last in range(1, 7):
-        bucket = open_objects(new_url())
+        bucket = api.open_objects(new_url())
         dying = CountedObjects(bucket, last=last, is_done=True)
         monkeypatch.setattr(staging, "open_objects", lambda url, store=dying: store)
         with pytest.raises(Died):

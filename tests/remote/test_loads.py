@@ -29,9 +29,9 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import flip, overwrite
 from tests.support.stores_of_objects import open_as, upload
@@ -39,7 +39,7 @@ from tests.support.stores_of_objects import open_as, upload
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.paths import UrlPath
-from ckptmgr.objects.requests import FetchedRange, Objects, open_objects
+from ckptmgr.objects.requests import FetchedRange
 from tests.remote.buckets import new_url
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountedObjects]:
     """Count the requests of all loads from now on."""
     stores: list[CountedObjects] = []
 
-    def wrap(objects: Objects) -> Objects:
+    def wrap(objects: api.Objects) -> api.Objects:
         stores.append(CountedObjects(objects))
         return stores[-1]
 
@@ -125,7 +125,7 @@ def test_state_is_put_back_whole_and_in_part(tmp_path: Path, key: bytes | None) 
 def test_file_of_another_tool_is_loaded_by_its_own_key(tmp_path: Path) -> None:
     path = save_checkpoint(SMALL, tmp_path / "x", format="safetensors", manifest=False).path
     url = new_url()
-    open_objects(url).create("x.safetensors", path.read_bytes())
+    api.open_objects(url).create("x.safetensors", path.read_bytes())
     assert np.array_equal(load_checkpoint(f"{url}/x.safetensors")["w"], SMALL["w"])
     assert np.array_equal(load_file(f"{url}/x.safetensors", framework="np")["b"], SMALL["b"])
 
@@ -135,10 +135,10 @@ def test_copied_directory_is_loaded_with_its_digests(tmp_path: Path) -> None:
     url = new_url()
     data = bytearray((tmp_path / name).read_bytes())
     data[-1] ^= 1
-    open_objects(url).create(name, bytes(data))
+    api.open_objects(url).create(name, bytes(data))
     assert set(load_checkpoint(f"{url}/{name}")) == set(SMALL)
     manifest = f"{name}.manifest.json"
-    open_objects(url).create(manifest, (tmp_path / manifest).read_bytes())
+    api.open_objects(url).create(manifest, (tmp_path / manifest).read_bytes())
     with pytest.raises(ckptmgr.ChecksumMismatch, match=f"{url}/{name}"):
         load_checkpoint(f"{url}/{name}")
 
@@ -204,7 +204,7 @@ def test_tensor_of_a_file_without_manifest_costs_itself(
     state = incompressible(5)
     name = saved(tmp_path, kind, state)
     url = new_url()
-    open_objects(url).create(name, (tmp_path / name).read_bytes())
+    api.open_objects(url).create(name, (tmp_path / name).read_bytes())
     stores = counted(monkeypatch)
     with safe_open(f"{url}/{name}", "np", key=key_of(kind)) as file:
         assert np.array_equal(file.get_tensor("w3"), state["w3"])
@@ -251,7 +251,7 @@ def test_descriptions_of_many_tensors_take_few_round_trips(
     state = {f"layers.{n}.w": np.zeros(tensor_bytes, np.uint8) for n in range(100)}
     name = save_checkpoint(state, tmp_path / "x", manifest=False).name
     url = new_url()
-    open_objects(url).create(name, (tmp_path / name).read_bytes())
+    api.open_objects(url).create(name, (tmp_path / name).read_bytes())
     stores = counted(monkeypatch)
     with open_checkpoint(f"{url}/{name}") as reader:
         assert len(reader.names()) == len(state)
@@ -262,7 +262,7 @@ def test_descriptions_of_many_tensors_take_few_round_trips(
 class Crowd:
     """Objects whose long reads wait until several of them are in flight."""
 
-    def __init__(self, objects: Objects, wanted: int) -> None:
+    def __init__(self, objects: api.Objects, wanted: int) -> None:
         self._objects = objects
         self._wanted = wanted
         self.is_waiting = False
@@ -295,7 +295,7 @@ def test_large_load_has_many_requests_in_flight(
     url = upload(tmp_path, saved(tmp_path, kind, state), new_url())
     crowds: list[Crowd] = []
 
-    def wrap(objects: Objects) -> Objects:
+    def wrap(objects: api.Objects) -> api.Objects:
         crowds.append(Crowd(objects, 6))
         found: Any = crowds[-1]  # the other methods are those of the store
         return found  # type: ignore[no-any-return]
@@ -395,7 +395,7 @@ def test_wrong_or_missing_key_is_a_key_problem_with_the_address(
 
 
 def test_signature_is_required_where_public_keys_are_given(tmp_path: Path) -> None:
-    signer, other = SigningKey.generate(), SigningKey.generate()
+    signer, other = api.SigningKey.generate(), api.SigningKey.generate()
     pem = tmp_path / "sign.pem"
     pem.write_bytes(signer.to_pem())
     pem.chmod(0o600)
@@ -404,7 +404,7 @@ def test_signature_is_required_where_public_keys_are_given(tmp_path: Path) -> No
     assert set(load_checkpoint(url, trusted_keys=[signer.public_key])) == set(SMALL)
     with pytest.raises(KeyProblem, match=url):
         load_checkpoint(url, trusted_keys=[other.public_key])
-    open_objects(url.rpartition("/")[0]).create("bare.ckpt", (tmp_path / "x.ckpt").read_bytes())
+    api.open_objects(url.rpartition("/")[0]).create("bare.ckpt", (tmp_path / "x.ckpt").read_bytes())
     with pytest.raises(UnprovenCheckpoint, match=r"bare\.ckpt"):
         load_checkpoint(url.replace("x.ckpt", "bare.ckpt"), trusted_keys=[signer.public_key])
 
@@ -412,7 +412,9 @@ def test_signature_is_required_where_public_keys_are_given(tmp_path: Path) -> No
 class Changing(CountedObjects):
     """Objects that are changed after a number of fetched ranges."""
 
-    def __init__(self, objects: Objects, change: Callable[[Objects], None], *, after: int) -> None:
+    def __init__(
+        self, objects: api.Objects, change: Callable[[api.Objects], None], *, after: int
+    ) -> None:
         super().__init__(objects)
         self._inner = objects
         self._change = change
@@ -424,8 +426,8 @@ class Changing(CountedObjects):
         return super().fetch(key, offset, length)
 
 
-def replaced_by(data: bytes) -> Callable[[Objects], None]:
-    def change(objects: Objects) -> None:
+def replaced_by(data: bytes) -> Callable[[api.Objects], None]:
+    def change(objects: api.Objects) -> None:
         for one in [*objects.list(), *objects.list("data/")]:
             if not one.key.endswith(".json"):
                 objects.put(one.key, [data], len(data))
@@ -433,7 +435,7 @@ def replaced_by(data: bytes) -> Callable[[Objects], None]:
     return change
 
 
-def removed(objects: Objects) -> None:
+def removed(objects: api.Objects) -> None:
     objects.delete([one.key for one in [*objects.list(), *objects.list("data/")]])
 
 
@@ -451,7 +453,7 @@ def test_object_that_is_replaced_during_a_load_is_an_error_and_never_a_mix(
     if has_manifest:
         upload(tmp_path, path.name, base)
     else:
-        open_objects(base).create(path.name, path.read_bytes())
+        api.open_objects(base).create(path.name, path.read_bytes())
     # Ranges: the manifest if there is one, the head, and then the rest of the tensor.
     after = 2 if has_manifest else 1
     open_as(monkeypatch, lambda one: Changing(one, replaced_by(data), after=after))
@@ -516,7 +518,7 @@ def test_missing_object_is_named_with_the_way_out() -> None:
 def test_manifest_that_is_something_else_is_not_read(tmp_path: Path) -> None:
     url = upload(tmp_path, saved(tmp_path, "ckpt"), new_url())
     base, _, name = url.rpartition("/")
-    objects = open_objects(base)
+    objects = api.open_objects(base)
     objects.put(f"{name}.manifest.json", [bytes(65 << 20)], 65 << 20)
     with pytest.raises(ckptmgr.CorruptCheckpoint, match="a manifest at most"):
         load_checkpoint(url)

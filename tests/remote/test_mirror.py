@@ -12,12 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Ranks, Resume
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, SaveFailed, UnsafeWrite
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.observe.events import Event
-from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    KeyProblem,
+    Mirror,
+    Ranks,
+    Resume,
+    SaveFailed,
+    UnsafeWrite,
+)
+from ckptmgr.events import Event
+from ckptmgr.parallel import SharedDirectory
 from ckptmgr.remote import mirror as mirrors
+from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
@@ -25,7 +34,7 @@ from tests.support.saved import KEY, OTHER_KEY, flip
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, open_objects
+
 from tests.remote.buckets import listed, new_url, whole_names
 
 _WAIT_S = 30.0
@@ -41,10 +50,10 @@ def _offline() -> ConnectionError:
 
 
 @pytest.fixture
-def stores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Objects], None]:
+def stores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[api.Objects], None]:
     """Replace the store that the next managers open."""
 
-    def use(objects: Objects) -> None:
+    def use(objects: api.Objects) -> None:
         monkeypatch.setattr(mirrors, "open_objects", lambda url: objects)
 
     return use
@@ -53,7 +62,7 @@ def stores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Objects], None]:
 class _Gate(CountedObjects):
     """A store whose uploads wait."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: api.Objects) -> None:
         super().__init__(objects)
         self.is_open = threading.Event()
         self.is_reached = threading.Event()
@@ -76,7 +85,7 @@ def test_saved_checkpoint_is_uploaded_and_its_handle_names_the_place(tmp_path: P
     assert event.is_ok
     assert event.step == 1
     assert event.notes == (f"uploaded to {url}",)
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
 
 
 def test_save_without_mirror_has_no_upload(tmp_path: Path) -> None:
@@ -87,10 +96,10 @@ def test_save_without_mirror_has_no_upload(tmp_path: Path) -> None:
 
 
 def test_save_does_not_wait_for_its_upload(
-    tmp_path: Path, stores_of: Callable[[Objects], None]
+    tmp_path: Path, stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
-    gate = _Gate(open_objects(url))
+    gate = _Gate(api.open_objects(url))
     stores_of(gate)
     with CheckpointManager(tmp_path / "a", mirror=url) as manager:
         first = manager.save(1, _state(1))
@@ -102,14 +111,14 @@ def test_save_does_not_wait_for_its_upload(
             assert handle.mirrored is not None
             assert not handle.mirrored.done()
         gate.is_open.set()
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
 
 
 def test_newest_goes_first_and_what_retention_removed_is_skipped_with_a_reason(
-    tmp_path: Path, stores_of: Callable[[Objects], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, stores_of: Callable[[api.Objects], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     url = new_url()
-    gate = _Gate(open_objects(url))
+    gate = _Gate(api.open_objects(url))
     stores_of(gate)
     events: list[Event] = []
     config = CheckpointConfig(keep_checkpoint_max=1)
@@ -126,11 +135,13 @@ def test_newest_goes_first_and_what_retention_removed_is_skipped_with_a_reason(
     assert skipped.step == 2
     assert "ckpt-2.ckpt is not uploaded" in caplog.text
     # The first was open when retention removed it, so it is whole there.
-    assert listed(open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
+    assert listed(api.open_objects(url)).keys() == {"ckpt-1.ckpt", "ckpt-3.ckpt"}
 
 
-def test_full_queue_skips_the_oldest(tmp_path: Path, stores_of: Callable[[Objects], None]) -> None:
-    gate = _Gate(open_objects(new_url()))
+def test_full_queue_skips_the_oldest(
+    tmp_path: Path, stores_of: Callable[[api.Objects], None]
+) -> None:
+    gate = _Gate(api.open_objects(new_url()))
     stores_of(gate)
     with CheckpointManager(tmp_path, mirror=Mirror(gate.url, queue=1)) as manager:
         manager.save(1, _state(1))
@@ -142,7 +153,7 @@ def test_full_queue_skips_the_oldest(tmp_path: Path, stores_of: Callable[[Object
         with pytest.raises(CheckpointNotFound, match="1 newer ones were waiting"):
             waiting.mirrored.result(_WAIT_S)
         gate.is_open.set()
-    # The end of the run catches up with what is still here.
+    # The end of the run catches up with those that are still here.
     assert len(listed(gate)) == 3
 
 
@@ -157,21 +168,21 @@ def test_mirror_keeps_by_its_own_policy(tmp_path: Path) -> None:
             assert handle is not None
             assert handle.mirrored is not None
             handle.mirrored.result(_WAIT_S)
-    assert listed(open_objects(url)).keys() == {"ckpt-2.ckpt", "ckpt-4.ckpt", "ckpt-5.ckpt"}
-    assert len(open_objects(url).list("data/")) == 3
+    assert listed(api.open_objects(url)).keys() == {"ckpt-2.ckpt", "ckpt-4.ckpt", "ckpt-5.ckpt"}
+    assert len(api.open_objects(url).list("data/")) == 3
     pruned = [one for one in events if one.name == "mirror.pruned"]
     assert pruned[0].notes == (f"dropped {url}/ckpt-1.ckpt",)
 
 
 @pytest.mark.parametrize("is_done", [False, True])
 def test_failure_of_any_request_is_reported_and_tried_again(
-    tmp_path: Path, stores_of: Callable[[Objects], None], is_done: bool
+    tmp_path: Path, stores_of: Callable[[api.Objects], None], is_done: bool
 ) -> None:
     for last in range(1, 6):
         url = new_url()
         stores_of(
             CountedObjects(
-                open_objects(url), last=last, is_done=is_done, error=_offline, is_over=False
+                api.open_objects(url), last=last, is_done=is_done, error=_offline, is_over=False
             )
         )
         events: list[Event] = []
@@ -184,14 +195,14 @@ def test_failure_of_any_request_is_reported_and_tried_again(
             assert handle.mirrored.result(_WAIT_S).startswith(url)
         failed = [one for one in events if one.name == "mirror" and not one.is_ok]
         assert [one.error for one in failed] == ["no route to the store"]
-        assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
+        assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
 
 
 def test_store_that_cannot_be_reached_does_not_stop_the_run_and_close_says_what_is_left(
-    tmp_path: Path, stores_of: Callable[[Objects], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, stores_of: Callable[[api.Objects], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     url = new_url()
-    stores_of(CountedObjects(open_objects(url), last=1, error=_offline))
+    stores_of(CountedObjects(api.open_objects(url), last=1, error=_offline))
     events: list[Event] = []
     mirror = Mirror(url, retry_s=0)
     with CheckpointManager(tmp_path, mirror=mirror, observe=events.append) as manager:
@@ -208,10 +219,10 @@ def test_store_that_cannot_be_reached_does_not_stop_the_run_and_close_says_what_
 
 
 def test_store_that_was_away_for_a_day_gets_the_upload_when_it_is_back(
-    tmp_path: Path, stores_of: Callable[[Objects], None]
+    tmp_path: Path, stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
-    stores_of(AwayObjects(open_objects(url), _ATTEMPTS_OF_A_DAY))
+    stores_of(AwayObjects(api.open_objects(url), _ATTEMPTS_OF_A_DAY))
     with CheckpointManager(tmp_path, mirror=Mirror(url, retry_s=0.0)) as manager:
         handle = manager.save(1, _state(1))
         assert handle is not None
@@ -220,9 +231,9 @@ def test_store_that_was_away_for_a_day_gets_the_upload_when_it_is_back(
 
 
 def test_close_waits_no_longer_than_its_limit(
-    tmp_path: Path, stores_of: Callable[[Objects], None]
+    tmp_path: Path, stores_of: Callable[[api.Objects], None]
 ) -> None:
-    gate = _Gate(open_objects(new_url()))
+    gate = _Gate(api.open_objects(new_url()))
     stores_of(gate)
     events: list[Event] = []
     mirror = Mirror(gate.url, close_timeout_s=0)
@@ -239,8 +250,8 @@ def test_next_run_uploads_what_a_killed_one_left(tmp_path: Path) -> None:
     url = new_url()
     with CheckpointManager(tmp_path / "a", mirror=Mirror(url, keep="last(1)")) as manager:
         assert manager.resume().step == 2
-    # Only what the policy of the mirror keeps.
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-2.ckpt"}
+    # Only those that the policy of the mirror keeps.
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-2.ckpt"}
 
 
 def test_resume_on_a_new_machine_takes_the_newest_of_the_mirror_and_says_so(
@@ -262,7 +273,7 @@ def test_resume_on_a_new_machine_takes_the_newest_of_the_mirror_and_says_so(
     (resumed,) = [one for one in events if one.name == "resume"]
     assert f"took {url}/ckpt-2.ckpt" in resumed.notes
     assert f"step 2 was downloaded from {url}/ckpt-2.ckpt" in caplog.text
-    assert len(listed(open_objects(url))) == 3
+    assert len(listed(api.open_objects(url))) == 3
 
 
 def test_checkpoint_that_is_fetched_has_the_chosen_modes(tmp_path: Path) -> None:
@@ -297,7 +308,7 @@ def test_resume_names_the_damaged_checkpoints_of_the_mirror_when_it_starts_fresh
     url = new_url()
     with CheckpointManager(tmp_path / "a", mirror=url) as manager:
         manager.save(1, _state(1))
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     (data,) = objects.list("data")
     objects.put(data.key, [bytes(data.size_bytes)], data.size_bytes)
     events: list[Event] = []
@@ -319,10 +330,10 @@ def test_new_start_takes_nothing_from_the_mirror(tmp_path: Path) -> None:
 
 
 def test_resume_refuses_to_start_fresh_while_the_mirror_cannot_be_reached(
-    tmp_path: Path, stores_of: Callable[[Objects], None]
+    tmp_path: Path, stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
-    stores_of(CountedObjects(open_objects(url), last=1, error=_offline))
+    stores_of(CountedObjects(api.open_objects(url), last=1, error=_offline))
     manager = CheckpointManager(tmp_path, mirror=Mirror(url, retry_s=0))
     with pytest.raises(ConnectionError, match="no route"):
         manager.resume()
@@ -364,7 +375,7 @@ def test_encrypted_files_are_uploaded_as_they_are(tmp_path: Path) -> None:
     config = CheckpointConfig(format="safetensors", enc_key=KEY.raw)
     with CheckpointManager(tmp_path / "a", config, mirror=url) as manager:
         manager.save(1, _state(1))
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     (stored,) = objects.list("data/")
     (local,) = (tmp_path / "a").glob("*.ckpe")
     assert objects.get(stored.key) == local.read_bytes()
@@ -397,7 +408,7 @@ def test_name_that_another_run_has_there_is_refused_and_reported(
 
 
 def test_failed_save_has_a_failed_upload(tmp_path: Path) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="replace", error=errno.EROFS, call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="replace", error=errno.EROFS, call=1)
     config = CheckpointConfig(async_save=True)
     manager = manager_on(tmp_path, config, fs=disk, mirror=new_url())
     handle = manager.save(1, _state(1))
@@ -417,7 +428,7 @@ def test_save_of_a_failed_run_is_uploaded_at_its_end(tmp_path: Path) -> None:
     ):
         manager.step_end(7, _state(7))
         raise ZeroDivisionError
-    (name,) = listed(open_objects(url))
+    (name,) = listed(api.open_objects(url))
     assert "7" in name
 
 

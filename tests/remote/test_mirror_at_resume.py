@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`resume` with a mirror: what is newer there is taken; and what a mirror that does not answer changes."""
+"""`resume` with a mirror: newer ones there are taken; and the effect of a mirror that does not answer."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, Resume
-from ckptmgr.core.errors import StoreLocked, UnsafeWrite
-from ckptmgr.core.trust import DEFAULT_TRUST
-from ckptmgr.observe.events import Event
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.resume import Resumption
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Mirror,
+    Resume,
+    Resumption,
+    StoreLocked,
+    UnsafeWrite,
+)
+from ckptmgr.events import Event
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import KEY, flip
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, StoredObject, open_objects
+from ckptmgr.objects.requests import StoredObject
 from ckptmgr.remote import mirror as mirrors
 from ckptmgr.remote.fallback import ask_for_newer
 from tests.remote.buckets import directory_of, listed, new_url
 
 _WAIT_S = 30.0
 _KEEP_TWO = CheckpointConfig(keep="last(2)")
-StoresOf = Callable[[Objects], None]
+StoresOf = Callable[[api.Objects], None]
 
 
 def _state(value: float) -> dict[str, np.ndarray]:
@@ -44,7 +48,7 @@ def _state(value: float) -> dict[str, np.ndarray]:
 def stores_of(monkeypatch: pytest.MonkeyPatch) -> StoresOf:
     """Replace the store that the next managers open."""
 
-    def use(objects: Objects) -> None:
+    def use(objects: api.Objects) -> None:
         monkeypatch.setattr(mirrors, "open_objects", lambda url: objects)
 
     return use
@@ -80,7 +84,7 @@ def _train(
 
 
 def _names(directory: Path) -> set[str]:
-    return {one.name for one in Store(directory).scan()}
+    return {one.name for one in api.listed(directory)}
 
 
 def _steps(*steps: int) -> set[str]:
@@ -95,7 +99,7 @@ def test_node_that_comes_back_goes_on_where_another_one_got_to(tmp_path: Path) -
     assert (again.step, again.fetched_from) == (8, f"{mirror.url}/ckpt-8.ckpt")
     assert isinstance(again.state, dict)
     assert np.array_equal(again.state["w"], _state(108)["w"])
-    assert listed(open_objects(mirror.url)).keys() == _steps(8, 9, 10)
+    assert listed(api.open_objects(mirror.url)).keys() == _steps(8, 9, 10)
 
 
 def _damage(directory: Path) -> None:
@@ -153,8 +157,8 @@ def test_newest_that_is_not_whole_here_is_taken_from_the_mirror(
 def test_file_here_whose_manifest_is_damaged_is_not_replaced(tmp_path: Path) -> None:
     url, here = new_url(), tmp_path / "a"
     _train(here, url, 4)
-    (here / manifest_name("ckpt-4.ckpt")).chmod(0o600)
-    (here / manifest_name("ckpt-4.ckpt")).write_text("{")
+    (here / api.manifest_name("ckpt-4.ckpt")).chmod(0o600)
+    (here / api.manifest_name("ckpt-4.ckpt")).write_text("{")
     before = (here / "ckpt-4.ckpt").read_bytes()
     with pytest.raises(UnsafeWrite, match="another file has this name here") as caught:
         _train(here, url)
@@ -214,7 +218,7 @@ def test_newer_one_whose_data_is_gone_there_is_passed_over(tmp_path: Path) -> No
     url = new_url()
     _train(tmp_path / "a", url, 2)
     _train(tmp_path / "b", url, 1)
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     objects.delete([one.key for one in objects.list("data/") if one.key.endswith("ckpt-3.ckpt")])
     found = _train(tmp_path / "a", url)
     assert (found.step, found.fetched_from) == (2, None)
@@ -240,7 +244,7 @@ def test_of_two_that_went_on_from_one_the_later_is_taken_as_in_one_directory(
     assert (found.step, found.fetched_from) == (6, f"{url}/ckpt-6.ckpt")
     _train(tmp_path / "c", url, 1)
     (tmp_path / "a/ckpt-6.ckpt").unlink()
-    (tmp_path / "a" / manifest_name("ckpt-6.ckpt")).unlink()
+    (tmp_path / "a" / api.manifest_name("ckpt-6.ckpt")).unlink()
     _train(tmp_path / "a", None, 9)
     last = _train(tmp_path / "a", url)
     assert (last.step, last.fetched_from) == (13, None)
@@ -250,11 +254,11 @@ def test_newer_checkpoint_that_the_keys_do_not_prove_decides_nothing(tmp_path: P
     url = new_url()
     config = CheckpointConfig(keep="all", format="safetensors", enc_key=KEY.raw)
     _train(tmp_path / "a", url, 2, config=config)
-    objects, name = open_objects(url), "ckpt-9.safetensors.ckpe"
-    manifest = Store(tmp_path / "a").read_manifest("ckpt-2.safetensors.ckpe")
+    objects, name = api.open_objects(url), "ckpt-9.safetensors.ckpe"
+    manifest = api.place(tmp_path / "a").read_manifest("ckpt-2.safetensors.ckpe")
     assert manifest is not None
     planted = replace(manifest, step=9, sequence=9, file=replace(manifest.file, name=name))
-    objects.create(manifest_name(name), encode(planted))
+    objects.create(api.manifest_name(name), api.encode_manifest(planted))
     found = _train(tmp_path / "a", url, config=config)
     assert (found.step, found.fetched_from) == (2, None)
     assert [one.checkpoint.name for one in found.skipped] == [name]
@@ -264,9 +268,9 @@ def test_thousands_of_names_take_one_listing_and_few_requests(tmp_path: Path) ->
     url, steps = new_url(), 2000
     _train(tmp_path / "a", url, 2)
     _train(tmp_path / "b", url, 1)
-    manifest = Store(tmp_path / "b").read_manifest("ckpt-3.ckpt")
+    manifest = api.place(tmp_path / "b").read_manifest("ckpt-3.ckpt")
     assert manifest is not None
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     for step in range(4, steps):
         name = f"ckpt-{step}.ckpt"
         later = manifest.saved_at + timedelta(hours=2 * step)
@@ -277,10 +281,10 @@ def test_thousands_of_names_take_one_listing_and_few_requests(tmp_path: Path) ->
             saved_at=later,
             file=replace(manifest.file, name=name),
         )
-        objects.create(manifest_name(name), encode(one))
+        objects.create(api.manifest_name(name), api.encode_manifest(one))
     counted = CountedObjects(objects)
-    here = Store(tmp_path / "a").scan()[0]
-    asked = ask_for_newer(directory_of(counted), here, trust=DEFAULT_TRUST)
+    here = api.listed(tmp_path / "a")[0]
+    asked = ask_for_newer(directory_of(counted), here, trust=api.DEFAULT_TRUST)
     assert max(one.step for one in asked.related) == steps - 1
     assert len(counted.requests) < 20
 
@@ -298,7 +302,7 @@ def test_mirror_that_does_not_answer_leaves_the_run_in_doubt(
             released.wait(_WAIT_S)
             return super().list(folder)
 
-    away = Silent(open_objects(url)) if is_silent else _Switched(open_objects(url))
+    away = Silent(api.open_objects(url)) if is_silent else _Switched(api.open_objects(url))
     stores_of(away)
     events: list[Event] = []
     mirror = Mirror(url, at_resume_s=0.01, close_timeout_s=0, retry_s=0)
@@ -316,7 +320,7 @@ def test_mirror_that_does_not_answer_leaves_the_run_in_doubt(
 def test_mirror_that_must_answer_is_an_error_at_once(tmp_path: Path, stores_of: StoresOf) -> None:
     url = new_url()
     _train(tmp_path / "a", url, 2)
-    stores_of(_Switched(open_objects(url)))
+    stores_of(_Switched(api.open_objects(url)))
     mirror = Mirror(url, at_resume="require", close_timeout_s=0)
     with (
         CheckpointManager(tmp_path / "a", mirror=mirror) as manager,
@@ -332,7 +336,7 @@ def doubtful(tmp_path: Path, stores_of: StoresOf) -> tuple[Path, _Switched]:
     mirror = Mirror(url, keep="last(3)")
     _train(tmp_path / "a", mirror, 4)
     _train(tmp_path / "b", mirror, 4, value=100)
-    switched = _Switched(open_objects(url))
+    switched = _Switched(api.open_objects(url))
     stores_of(switched)
     return tmp_path / "a", switched
 
@@ -341,7 +345,7 @@ def test_newer_checkpoint_stops_the_run_before_anything_is_removed(
     doubtful: tuple[Path, _Switched], caplog: pytest.LogCaptureFixture
 ) -> None:
     here, switched = doubtful
-    there = listed(open_objects(switched.url)).keys()
+    there = listed(api.open_objects(switched.url)).keys()
     events: list[Event] = []
     mirror = Mirror(switched.url, keep="last(3)", retry_s=0)
     with CheckpointManager(here, _KEEP_TWO, mirror=mirror, observe=events.append) as manager:
@@ -358,13 +362,13 @@ def test_newer_checkpoint_stops_the_run_before_anything_is_removed(
         assert "resume() goes on from what is there" in str(caught.value)
         assert "an address of its own" in str(caught.value)
         assert _names(here) == _steps(3, 4, 5, 6)
-        assert listed(open_objects(switched.url)).keys() == there
+        assert listed(api.open_objects(switched.url)).keys() == there
         assert "the mirror has step 8" in caplog.text
         assert any(one.error_type == "StoreLocked" for one in events if one.name == "mirror")
         found = manager.resume(_state(0))
         assert (found.step, found.fetched_from) == (8, f"{switched.url}/ckpt-8.ckpt")
         manager.save(9, _state(9))
-    assert listed(open_objects(switched.url)).keys() == _steps(7, 8, 9)
+    assert listed(api.open_objects(switched.url)).keys() == _steps(7, 8, 9)
 
 
 def test_new_start_after_a_rival_saves_again(doubtful: tuple[Path, _Switched]) -> None:
@@ -385,7 +389,7 @@ def test_mirror_without_a_newer_one_lets_the_run_go_on_and_remove(
 ) -> None:
     url = new_url()
     _train(tmp_path / "a", url, 4)
-    switched = _Switched(open_objects(url))
+    switched = _Switched(api.open_objects(url))
     stores_of(switched)
     with CheckpointManager(tmp_path / "a", _KEEP_TWO, mirror=Mirror(url, retry_s=0)) as manager:
         assert manager.resume(_state(0)).step == 4
@@ -398,7 +402,7 @@ def test_mirror_without_a_newer_one_lets_the_run_go_on_and_remove(
         assert handle.mirrored is not None
         handle.mirrored.result(_WAIT_S)
         manager.save(9, _state(9))
-        assert _names(tmp_path / "a") == _steps(4, 8, 9)  # what it resumed from stays as ever
+        assert _names(tmp_path / "a") == _steps(4, 8, 9)  # the origin of the resume stays as ever
 
 
 def test_address_is_noted_for_the_commands_that_do_not_reach_it(tmp_path: Path) -> None:

@@ -15,12 +15,19 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, save_state
-from ckptmgr.core.errors import CorruptCheckpoint, UnsafeWrite, UnsupportedCheckpoint
-from ckptmgr.objects.requests import open_objects
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CorruptCheckpoint,
+    Mirror,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+    save_state,
+)
 from tests.cli.running import run, run_json
+from tests.support import api
 
-pytestmark = pytest.mark.slow  # the library repeats what a server refuses
+pytestmark = pytest.mark.slow  # the library repeats refused requests
 URL = "s3://bucket/run"
 STATE = {"w": np.arange(40_000, dtype=np.float32)}
 
@@ -155,7 +162,7 @@ def save(*steps: int, directory: str | Path = URL, **options: Any) -> None:
 @pytest.mark.parametrize("most_bytes", [1, 1000, 65_536])
 def test_short_answer_is_asked_again_and_is_no_damage(server: Server, most_bytes: int) -> None:
     data = bytes(range(256)) * (2 if most_bytes == 1 else 600)
-    objects = open_objects(URL)
+    objects = api.open_objects(URL)
     objects.put("x", [data], len(data))
     server.most_bytes = most_bytes
     assert objects.read("x", 3, len(data) - 5) == data[3:-2]
@@ -179,7 +186,7 @@ def test_resume_behind_a_proxy_that_cuts_ranges_takes_the_newest(
 
 
 def test_answer_without_a_byte_is_an_error_of_the_network(server: Server) -> None:
-    objects = open_objects(URL)
+    objects = api.open_objects(URL)
     objects.put("x", [b"0123456789"], 10)
     server.most_bytes = 0
     with pytest.raises(ConnectionError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr storage probe`: what it says of stores that do what is needed, and of those that do not."""
+"""`ckptmgr storage probe`: its verdict on stores that do all that is needed, and on those that do not."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 from ckptmgr.remote.probe import probe
 from tests.cli.running import run
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import StoredObject, open_objects
+from ckptmgr.objects.requests import StoredObject
 from tests.remote.buckets import new_objects, new_url
 
 _CHECKS = [
@@ -120,7 +121,7 @@ def test_generation_that_every_object_of_google_has_is_no_sign_of_versions() -> 
 def test_missing_guarantee_is_the_answer_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "ckptmgr.objects.requests.open_objects",
-        lambda url: _WithoutConditions(open_objects(url)),
+        lambda url: _WithoutConditions(api.open_objects(url)),
     )
     assert run("storage", "probe", new_url()).exit_code == 1
     result = run("storage", "probe", new_url(), "-q")

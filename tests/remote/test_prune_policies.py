@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.remote import writer as writers
+from ckptmgr.remote import upload as writers
 from tests.cli.running import key_file, run, run_json
 from tests.cli.schemas import run_with_schema
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.saved import KEY, save_run
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import open_objects
+
 from tests.remote.buckets import listed, new_url, whole_names
 
 pytestmark = pytest.mark.usefixtures("machine")
@@ -40,7 +41,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> _Train:
     def save(url: str, keep: str, *, prefix: str = "net", key: bytes | None = None) -> None:
         config = CheckpointConfig(keep=keep, format="safetensors", enc_key=key)
         with monkeypatch.context() as patched:
-            patched.setattr(writers, "open_objects", lambda url: _Locked(open_objects(url)))
+            patched.setattr(writers, "open_objects", lambda url: _Locked(api.open_objects(url)))
             with CheckpointManager(url, config, prefix=prefix) as manager:
                 for step in (1, 2, 3):
                     manager.save(step, {"w": np.full(3, float(step))})
@@ -65,7 +66,7 @@ def test_prune_without_flags_applies_the_policy_of_the_run(train: _Train, tmp_pa
     assert run("prune", url, "--check").exit_code == 1
     done = run("prune", url, "--now", "--yes")
     assert (done.exit_code, "policy last(2)" in done.stdout) == (0, True)
-    left = whole_names(open_objects(url), tmp_path)
+    left = whole_names(api.open_objects(url), tmp_path)
     assert left == {"net-2.safetensors", "net-3.safetensors"}
 
 
@@ -88,7 +89,7 @@ def test_policy_in_a_copy_is_for_the_directory_that_it_was_copied_from(tmp_path:
     refused = run("prune", url, "--now", "--yes")
     assert (refused.exit_code, "no retention policy" in refused.stderr) == (2, True)
     assert "only a CheckpointManager that saves to the address itself" in refused.stderr
-    assert len(listed(open_objects(url))) == 2
+    assert len(listed(api.open_objects(url))) == 2
 
 
 def test_policy_in_an_archive_of_a_run_is_for_the_address_that_it_was_copied_from(
@@ -100,7 +101,7 @@ def test_policy_in_an_archive_of_a_run_is_for_the_address_that_it_was_copied_fro
     assert run("copy", tmp_path / "between", archive).exit_code == 0
     refused = run("prune", archive, "--now", "--yes")
     assert (refused.exit_code, "no retention policy" in refused.stderr) == (2, True)
-    assert len(listed(open_objects(archive))) == 3
+    assert len(listed(api.open_objects(archive))) == 3
     assert _planned(f"{url}/") == {"keep": [3], "drop": [1, 2]}
 
 
@@ -121,7 +122,7 @@ def test_changed_policy_of_an_authenticated_manifest_decides_nothing(
 ) -> None:
     url, key = new_url(), key_file(tmp_path)
     train(url, "last(9)", key=KEY.raw)
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     (newest,) = [one.key for one in objects.list() if one.key.startswith("net-3.")]
     changed = objects.get(newest).replace(b"last(9)", b"last(1)")
     objects.put(newest, [changed], len(changed))

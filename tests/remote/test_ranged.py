@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.whole_ranges import WholeRanges
 from tests.support.counted_objects import CountedObjects

@@ -11,21 +11,19 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.cli import remote_prune
 from ckptmgr.remote import mirror as mirrors
-from ckptmgr.remote import writer as writers
-from ckptmgr.store.store import Store
+from ckptmgr.remote import upload as writers
 from tests.cli.running import NOW_S, run, run_json
+from tests.support import api
 from tests.support.counted_objects import CountedObjects, Died
 from tests.support.saved import save_run
 
 pytest.importorskip("obstore")
 
 from ckptmgr.objects import requests
-from ckptmgr.objects.requests import Objects, open_objects
 from tests.remote.buckets import directory_of, new_url, whole_names
 
-_open = open_objects  # a test puts another one into its place
+_open = api.open_objects  # a test puts another one into its place
 _LAST = 2
 _KEPT = "net-1_2.ckpt"
 _DAY_S = 86_400
@@ -67,7 +65,7 @@ def _steps(names: set[str]) -> set[int]:
     return {int(name.removesuffix(".ckpt").split("-")[1]) for name in names}
 
 
-def _check_leftovers(bucket: Objects, count: int) -> None:
+def _check_leftovers(bucket: api.Objects, count: int) -> None:
     """Check that the data of no checkpoint is listed, and removed by a later prune."""
     shown = run_json("ls", bucket.url, "--all")["items"]
     assert [one["state"] for one in shown].count("leftover") == count
@@ -79,15 +77,15 @@ def _check_leftovers(bucket: Objects, count: int) -> None:
 def test_run_that_ends_at_any_request_loses_nothing_and_the_next_one_finishes(
     tmp_path: Path, on_machine: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Objects] = []
+    made: list[api.Objects] = []
     monkeypatch.setattr(writers, "open_objects", lambda url: made[-1])
     on_machine("calm")
-    calm = CountedObjects(open_objects(new_url()))
+    calm = CountedObjects(api.open_objects(new_url()))
     made.append(calm)
     assert _train(calm.url) == [1, 2]
     assert [one.split()[0] for one in calm.requests].count("delete") == 2
     for last, is_done in _cuts(calm.requests):
-        bucket = open_objects(new_url())
+        bucket = api.open_objects(new_url())
         on_machine("first")
         made.append(CountedObjects(bucket, last=last, is_done=is_done))
         acknowledged = _train(bucket.url)
@@ -126,13 +124,13 @@ def _train_mirrored(folder: Path, url: str) -> list[int]:
 def test_mirror_that_ends_at_any_request_loses_nothing_and_the_next_run_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Objects] = []
+    made: list[api.Objects] = []
     monkeypatch.setattr(mirrors, "open_objects", lambda url: made[-1])
-    calm = CountedObjects(open_objects(new_url()))
+    calm = CountedObjects(api.open_objects(new_url()))
     made.append(calm)
     assert _train_mirrored(tmp_path / "calm", calm.url) == [1, 2]
     for number, (last, is_done) in enumerate(_cuts(calm.requests)):
-        bucket = open_objects(new_url())
+        bucket = api.open_objects(new_url())
         made.append(CountedObjects(bucket, last=last, is_done=is_done))
         folder = tmp_path / str(number)
         acknowledged = _train_mirrored(folder, bucket.url)
@@ -147,12 +145,11 @@ def test_prune_that_ends_at_any_request_loses_nothing_and_the_next_one_finishes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_run(tmp_path / "runs", [1, 2])
-    store = Store(tmp_path / "runs")
-    made: list[Objects] = []
-    for place in (remote_prune, requests):
-        monkeypatch.setattr(place, "open_objects", lambda url: made[-1])
+    store = api.place(tmp_path / "runs")
+    made: list[api.Objects] = []
+    monkeypatch.setattr(requests, "open_objects", lambda url: made[-1])
 
-    def uploaded() -> Objects:
+    def uploaded() -> api.Objects:
         bucket = _open(new_url())
         for name in ("net-1_1.ckpt", _KEPT):
             directory_of(bucket).upload(store, name)

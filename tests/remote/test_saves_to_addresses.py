@@ -17,21 +17,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     KeyProblem,
+    Ranks,
+    Resume,
     StoreFull,
     StoreLocked,
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
-from ckptmgr.observe.events import Event
-from ckptmgr.parallel.mindspore.context import AutoParallelContext
-from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.remote import writer as writers
+from ckptmgr.events import Event
+from ckptmgr.parallel import AutoParallelContext, SharedDirectory
+from ckptmgr.remote import upload as writers
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import CountedObjects
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
@@ -40,7 +41,7 @@ from tests.support.saved import KEY, OTHER_KEY, flip
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.paths import UrlPath
-from ckptmgr.objects.requests import FetchedRange, Objects, StoredObject, open_objects
+from ckptmgr.objects.requests import FetchedRange, StoredObject
 from tests.remote.buckets import directory_of, listed, new_url, whole_names
 
 _WAIT_S = 30.0
@@ -58,10 +59,10 @@ def _staged(machine: Path) -> list[str]:
 
 
 @pytest.fixture
-def stores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Objects], None]:
+def stores_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[api.Objects], None]:
     """Replace the store that the next managers open."""
 
-    def use(objects: Objects) -> None:
+    def use(objects: api.Objects) -> None:
         monkeypatch.setattr(writers, "open_objects", lambda url: objects)
 
     return use
@@ -78,7 +79,7 @@ def test_save_is_whole_at_the_address_when_it_counts_as_saved_and_nothing_stays_
         handle = manager.save(1, _state(1))
         assert handle is not None
         assert str(handle.wait(_WAIT_S).path) == f"{url}/ckpt-1.ckpt"
-        assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
+        assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
         assert handle.mirrored is None
     assert _staged(machine) == []
     (saved,) = [one for one in events if one.name == "save.durable"]
@@ -107,11 +108,11 @@ def test_run_resumes_from_the_address_on_another_machine(
         assert np.array_equal(restored["w"], _state(1)["w"])
         manager.save(3, _state(3))
         assert manager.rollback(state).step == 2
-    assert listed(open_objects(url)).keys() == {f"ckpt-{step}.ckpt" for step in (1, 2, 3)}
+    assert listed(api.open_objects(url)).keys() == {f"ckpt-{step}.ckpt" for step in (1, 2, 3)}
 
 
 def test_background_save_returns_before_its_upload_and_is_durable_after_it(
-    stores_of: Callable[[Objects], None],
+    stores_of: Callable[[api.Objects], None],
 ) -> None:
     url, is_open = new_url(), threading.Event()
 
@@ -120,13 +121,13 @@ def test_background_save_returns_before_its_upload_and_is_durable_after_it(
             assert is_open.wait(_WAIT_S)
             super().create(key, data)
 
-    stores_of(Gate(open_objects(url)))
+    stores_of(Gate(api.open_objects(url)))
     with CheckpointManager(url, CheckpointConfig(async_save=True)) as manager:
         handle = manager.step_end(1, _state(1))
         assert handle is not None
         assert handle.staged.done()
         assert not handle.durable.done()
-        assert listed(open_objects(url)) == {}
+        assert listed(api.open_objects(url)) == {}
         is_open.set()
         assert handle.wait(_WAIT_S).step == 1
 
@@ -139,8 +140,8 @@ def test_policy_of_the_configuration_is_applied_at_the_address() -> None:
         for step, loss in enumerate([3.0, 1.0, 2.0, 4.0], start=1):
             manager.save(step, _state(step), metrics={"loss": loss})
         assert [one.step for one in manager.plan().kept] == [4, 2]
-    assert listed(open_objects(url)).keys() == {"ckpt-2.ckpt", "ckpt-4.ckpt"}
-    assert len(open_objects(url).list("data/")) == 2
+    assert listed(api.open_objects(url)).keys() == {"ckpt-2.ckpt", "ckpt-4.ckpt"}
+    assert len(api.open_objects(url).list("data/")) == 2
     pruned = [one for one in events if one.name == "prune"]
     assert [one.notes for one in pruned] == [("dropped ckpt-1.ckpt",), ("dropped ckpt-3.ckpt",)]
     assert str(pruned[0].path) == url
@@ -148,7 +149,7 @@ def test_policy_of_the_configuration_is_applied_at_the_address() -> None:
 
 @pytest.mark.parametrize("error", [PermissionError(13, "object lock"), ConnectionError("gone")])
 def test_removal_that_fails_is_reported_and_the_save_stands(
-    stores_of: Callable[[Objects], None], caplog: pytest.LogCaptureFixture, error: OSError
+    stores_of: Callable[[api.Objects], None], caplog: pytest.LogCaptureFixture, error: OSError
 ) -> None:
     url = new_url()
 
@@ -156,19 +157,19 @@ def test_removal_that_fails_is_reported_and_the_save_stands(
         def delete(self, keys: object) -> None:
             raise error
 
-    stores_of(Locked(open_objects(url)))
+    stores_of(Locked(api.open_objects(url)))
     with CheckpointManager(url, CheckpointConfig(keep_checkpoint_max=1)) as manager:
         manager.save(1, _state(1))
         manager.save(2, _state(2))
     assert str(error) in caplog.text
-    assert len(listed(open_objects(url))) == 2
+    assert len(listed(api.open_objects(url))) == 2
 
 
 def test_old_data_of_no_checkpoint_is_removed_once_in_a_run(
-    tmp_path: Path, stores_of: Callable[[Objects], None], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, stores_of: Callable[[api.Objects], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     url = new_url()
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     objects.put(f"data/{'0' * 64}/ckpt-9.ckpt", [b"x"], 1)
     later = 8 * 86_400.0
 
@@ -212,7 +213,7 @@ def test_run_goes_on_when_its_temporary_folder_was_cleaned(
         manager.save(2, _state(2))
         manager.save(3, _state(3))
     names = {f"ckpt-{step}.ckpt" for step in (1, 2, 3)}
-    assert whole_names(open_objects(url), tmp_path) == names
+    assert whole_names(api.open_objects(url), tmp_path) == names
 
 
 def test_folder_that_another_run_has_taken_is_not_taken_back(machine: Path) -> None:
@@ -238,7 +239,7 @@ def test_folder_that_another_run_has_taken_is_not_taken_back(machine: Path) -> N
 )
 def test_objects_of_others_beside_the_data_of_a_run_are_not_removed(key: str) -> None:
     url = new_url()
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     objects.put(key, [b"x"], 1)
     later = 8 * 86_400.0
     config = CheckpointConfig(keep="last(1)")
@@ -251,12 +252,12 @@ def test_objects_of_others_beside_the_data_of_a_run_are_not_removed(key: str) ->
 
 
 def test_failed_upload_fails_the_save_and_the_next_one_works(
-    tmp_path: Path, machine: Path, stores_of: Callable[[Objects], None]
+    tmp_path: Path, machine: Path, stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
     with CheckpointManager(url) as manager:
         manager.save(1, _state(1))
-    requests = CountedObjects(open_objects(url))
+    requests = CountedObjects(api.open_objects(url))
     stores_of(requests)
     manager = CheckpointManager(url)
     original = requests.put
@@ -269,25 +270,25 @@ def test_failed_upload_fails_the_save_and_the_next_one_works(
     with pytest.raises(ConnectionError, match="no route"):
         manager.save(2, _state(2))
     assert _staged(machine) == []
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
     manager.save(2, _state(2))
     manager.close()
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
 
 
 def test_failed_upload_is_tried_again_as_on_error_says(
-    stores_of: Callable[[Objects], None],
+    stores_of: Callable[[api.Objects], None],
 ) -> None:
     url = new_url()
     stores_of(
         CountedObjects(
-            open_objects(url), last=6, error=lambda: ConnectionError("cut"), is_over=False
+            api.open_objects(url), last=6, error=lambda: ConnectionError("cut"), is_over=False
         )
     )
     config = CheckpointConfig(async_save=True, on_error="retry(2)")
     with CheckpointManager(url, config) as manager:
         manager.save(1, _state(1))
-    assert listed(open_objects(url)) == {"ckpt-1.ckpt": State.OK}
+    assert listed(api.open_objects(url)) == {"ckpt-1.ckpt": api.State.OK}
 
 
 def test_address_may_be_a_path_which_has_lost_a_slash() -> None:
@@ -304,7 +305,7 @@ def test_second_run_on_the_same_machine_is_refused() -> None:
             other.save(2, _state(2))
         with CheckpointManager(url, prefix="other") as beside:
             beside.save(2, _state(2))
-    assert len(listed(open_objects(url))) == 2
+    assert len(listed(api.open_objects(url))) == 2
 
 
 def test_run_that_another_machine_has_overtaken_refuses_to_save_until_it_resumes(
@@ -348,7 +349,7 @@ def test_run_that_goes_on_is_not_overtaken_by_one_that_has_only_resumed(
 
 
 def test_of_two_runs_that_save_at_the_same_instant_one_goes_on(
-    on_machine: Callable[[str], Path], stores_of: Callable[[Objects], None]
+    on_machine: Callable[[str], Path], stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
     on_machine("second")
@@ -364,7 +365,7 @@ def test_of_two_runs_that_save_at_the_same_instant_one_goes_on(
                 second.save(7, _state(7))
             super().put(key, pieces, size_bytes)  # type: ignore[arg-type]
 
-    stores_of(Overtaken(open_objects(url)))
+    stores_of(Overtaken(api.open_objects(url)))
     first = CheckpointManager(url)
     first.save(1, _state(1))  # both found the address empty
     outcomes = []
@@ -381,7 +382,7 @@ def test_of_two_runs_that_save_at_the_same_instant_one_goes_on(
 
 
 def test_name_that_another_run_takes_during_the_upload_fails_the_save(
-    tmp_path: Path, on_machine: Callable[[str], Path], stores_of: Callable[[Objects], None]
+    tmp_path: Path, on_machine: Callable[[str], Path], stores_of: Callable[[api.Objects], None]
 ) -> None:
     url = new_url()
     on_machine("second")
@@ -393,13 +394,13 @@ def test_name_that_another_run_takes_during_the_upload_fails_the_save(
             second.save(1, _state(7))
             super().create(key, data)
 
-    stores_of(Overtaken(open_objects(url)))
+    stores_of(Overtaken(api.open_objects(url)))
     first = CheckpointManager(url)
     with pytest.raises(UnsafeWrite, match="another checkpoint has this name there"):
         first.save(1, _state(1))
     for one in (first, second):
         one.close()
-    assert whole_names(open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path) == {"ckpt-1.ckpt"}
 
 
 def test_new_start_is_beside_what_is_there() -> None:
@@ -409,7 +410,7 @@ def test_new_start_is_beside_what_is_there() -> None:
     with CheckpointManager(url) as manager:
         assert manager.resume(None, Resume(start="new")).is_fresh
         manager.save(5, _state(6))
-    assert listed(open_objects(url)).keys() == {"ckpt-5.ckpt", "ckpt-5-r1.ckpt"}
+    assert listed(api.open_objects(url)).keys() == {"ckpt-5.ckpt", "ckpt-5-r1.ckpt"}
 
 
 def test_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path) -> None:
@@ -429,7 +430,7 @@ def test_damaged_checkpoint_is_skipped_with_its_reason(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [ConnectionError("no route"), PermissionError(13, "denied")])
 def test_resume_takes_no_older_checkpoint_while_the_newest_cannot_be_read(
-    stores_of: Callable[[Objects], None], error: OSError
+    stores_of: Callable[[api.Objects], None], error: OSError
 ) -> None:
     url = new_url()
     with CheckpointManager(url) as manager:
@@ -442,7 +443,7 @@ def test_resume_takes_no_older_checkpoint_while_the_newest_cannot_be_read(
                 raise error
             return super().fetch(key, offset, length)
 
-    stores_of(Unreadable(open_objects(url)))
+    stores_of(Unreadable(api.open_objects(url)))
     manager = CheckpointManager(url)
     with pytest.raises(type(error)):
         manager.resume()
@@ -454,7 +455,7 @@ def test_run_with_a_key_uploads_ciphertext_only(machine: Path) -> None:
     config = CheckpointConfig(format="safetensors", enc_key=KEY.raw)
     with CheckpointManager(url, config) as manager:
         manager.save(1, _state(1))
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     (stored,) = objects.list("data/")
     assert stored.key.endswith(".ckpe")
     assert _state(1)["w"].tobytes()[80:160] not in objects.get(stored.key)
@@ -482,7 +483,7 @@ def test_save_of_a_failed_run_is_uploaded_and_replaced_by_the_next_one() -> None
 
 
 def test_what_a_killed_run_has_staged_is_removed_by_the_next(
-    machine: Path, stores_of: Callable[[Objects], None], monkeypatch: pytest.MonkeyPatch
+    machine: Path, stores_of: Callable[[api.Objects], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = new_url()
     with monkeypatch.context() as patched:
@@ -504,11 +505,11 @@ def test_staging_folder_is_private_and_must_be(machine: Path) -> None:
     folder.mkdir(mode=0o755)
     with pytest.raises(PermissionError, match="TMPDIR"):
         CheckpointManager(url).save(2, _state(2))
-    assert len(listed(open_objects(url))) == 1
+    assert len(listed(api.open_objects(url))) == 1
 
 
 def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="write_at", error=errno.ENOSPC, call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="write_at", error=errno.ENOSPC, call=1)
     with (
         pytest.raises(StoreFull) as caught,
         manager_on(new_url(), fs=disk) as manager,
@@ -521,8 +522,8 @@ def test_full_disk_here_is_named_with_the_way_out(machine: Path) -> None:
 
 
 def test_error_that_is_not_of_the_disk_says_nothing_of_folders() -> None:
-    class Short(OsFileSystem):
-        def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    class Short(api.OsFileSystem):
+        def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
             raise MemoryError("no buffer")
 
     with (
@@ -602,4 +603,4 @@ def test_option_without_effect_at_an_address_is_refused_by_name(tmp_path: Path) 
         CheckpointManager(url) as manager,
     ):
         manager.resume(None, Resume(allow_bare=True))
-    assert directory_of(open_objects(url)).names() == []
+    assert directory_of(api.open_objects(url)).names() == []

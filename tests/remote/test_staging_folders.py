@@ -18,15 +18,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, save_state
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import CheckpointManager, StoreLocked, save_state
+from tests.support import api
 from tests.support.runs import manager_on
 
 pytest.importorskip("obstore")
 
 from ckptmgr.objects.directory import RemoteDirectory
-from ckptmgr.objects.requests import open_objects
 from ckptmgr.objects.staging import staging_directory
 from tests.remote.buckets import listed, new_url
 
@@ -185,7 +183,7 @@ def test_folder_whose_run_is_not_proven_to_have_ended_stays(
 
 def test_folder_whose_lease_a_worker_of_the_killed_run_still_holds_stays(killed: Path) -> None:
     lease = killed / ".ckpt.lease"
-    with OsFileSystem().lock(lease, owner=lease.read_text()):
+    with api.OsFileSystem().lock(lease, owner=lease.read_text()):
         _save(new_url())
     assert (killed / "ckpt-1.ckpt").exists()
 
@@ -223,7 +221,7 @@ def test_run_that_begins_while_its_folder_is_swept_waits_for_that(
     url = f"file://{machine_after_a_kill.parent}/run"
     runs = [threading.Thread(target=_save, args=(url,), daemon=True)]
 
-    class Sweeping(OsFileSystem):
+    class Sweeping(api.OsFileSystem):
         def unlink(self, path: Path) -> None:
             if path.parent == killed and runs[0].ident is None:
                 runs[0].start()
@@ -253,12 +251,12 @@ def test_file_that_is_saved_while_its_folder_is_swept_waits_for_that(
             sweep.close()
 
     with contextlib.ExitStack() as sweep:
-        sweep.enter_context(OsFileSystem().lock(folder / ".net.ckpt.lease", owner=lease))
+        sweep.enter_context(api.OsFileSystem().lock(folder / ".net.ckpt.lease", owner=lease))
         monkeypatch.setattr(time, "sleep", sleep)
         monkeypatch.setattr(time, "monotonic", lambda: start + sum(slept_s))
         with contextlib.nullcontext() if is_saved else pytest.raises(StoreLocked):
             save_state(_STATE, f"{url}/net.ckpt")
-    assert len(listed(open_objects(url))) == int(is_saved)
+    assert len(listed(api.open_objects(url))) == int(is_saved)
 
 
 def test_other_entries_beside_the_folders_stay(machine: Path, killed: Path) -> None:
@@ -270,7 +268,7 @@ def test_other_entries_beside_the_folders_stay(machine: Path, killed: Path) -> N
     assert (killed / "ckpt-1.ckpt").exists()
 
 
-class _Removing(OsFileSystem):
+class _Removing(api.OsFileSystem):
     """Removes the folder before the lease in it is taken, as another run does at its end."""
 
     def __init__(self, times: int) -> None:

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr import Checkpoint, parse_policy
 from ckptmgr.maintenance.watch.directory import WatchedDirectory
 from ckptmgr.maintenance.watch.mirroring import Upload
-from ckptmgr.policy.text import parse_policy
 from tests.cli.running import run
+from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
 from tests.support.saved import save_run
 
 pytest.importorskip("obstore")
 
-from ckptmgr.objects.requests import Objects, open_objects
+
 from ckptmgr.remote import watch_mirror
 from ckptmgr.remote.watch_mirror import WatchMirror
 from tests.remote.buckets import listed, new_objects, new_url, whole_names
@@ -35,11 +34,11 @@ _LATER_S = 4e9  # long after the objects of this test were written
 class Uploading:
     """The mirror of one directory, whose attempts are taken one at a time."""
 
-    def __init__(self, directory: Path, objects: Objects, keep: str | None) -> None:
+    def __init__(self, directory: Path, objects: api.Objects, keep: str | None) -> None:
         self.directory = directory
         self.mirror = WatchMirror(
             {directory: objects.url},
-            trust=DEFAULT_TRUST,
+            trust=api.DEFAULT_TRUST,
             keep=None if keep is None else parse_policy(keep),
             clock=lambda: _LATER_S,
             retry_s=0.0,
@@ -69,7 +68,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
     """Return a function that starts the mirror of a directory in a given store."""
     begun: list[Uploading] = []
 
-    def begin(objects: Objects, *, keep: str | None = None) -> Uploading:
+    def begin(objects: api.Objects, *, keep: str | None = None) -> Uploading:
         monkeypatch.setattr(watch_mirror, "open_objects", lambda _: objects)
         begun.append(Uploading(tmp_path, objects, keep))
         return begun[-1]
@@ -82,7 +81,7 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
 def saved_in(directory: Path, *steps: int) -> list[Checkpoint]:
     """Save steps, and return their checkpoints as a watch lists them."""
     save_run(directory, steps)
-    listing = WatchedDirectory(directory, trust=DEFAULT_TRUST).look(at=0.0)
+    listing = WatchedDirectory(directory, trust=api.DEFAULT_TRUST).look(at=0.0)
     return sorted((one.checkpoint for one in listing.seen), key=lambda one: one.order)
 
 
@@ -153,7 +152,7 @@ def test_checkpoint_that_another_process_uploaded_meanwhile_is_present(
     tmp_path: Path, start: Start
 ) -> None:
     saved, url = saved_in(tmp_path, 1), new_url()
-    uploading = start(open_objects(url))
+    uploading = start(api.open_objects(url))
     assert uploading.outcomes(1) == ["listed"]
     assert run("copy", tmp_path, url).exit_code == 0
     uploading.want(*saved)
@@ -187,7 +186,10 @@ def test_policy_is_applied_at_the_start_to_what_a_killed_watch_has_left(tmp_path
     again = run("watch", tmp_path, "--once", "--mirror", url, "--mirror-keep", "last(2)")
     assert (again.exit_code, again.stdout.count("pruned")) == (0, 1)
     assert f"{url}/net-1_1.ckpt for good" in again.stdout
-    assert whole_names(open_objects(url), tmp_path / "check") == {"net-1_2.ckpt", "net-1_3.ckpt"}
+    assert whole_names(api.open_objects(url), tmp_path / "check") == {
+        "net-1_2.ckpt",
+        "net-1_3.ckpt",
+    }
     last = run("watch", tmp_path, "--once", "--mirror", url, "--mirror-keep", "last(2)")
     assert (last.exit_code, last.stdout.count("pruned")) == (0, 0)
 
@@ -220,7 +222,7 @@ def test_watch_that_dies_at_a_request_leaves_whole_checkpoints_and_the_next_one_
     first.mirror.stop()
     uploaded = [saved[-number].name for number in range(1, found.count("uploaded") + 1)]
     assert set(uploaded) <= set(listed(objects))
-    assert set(listed(objects).values()) <= {State.OK}
+    assert set(listed(objects).values()) <= {api.State.OK}
     second = start(objects, keep="last(2)")
     second.want(*saved)
     assert "failed" not in second.outcomes(4)
@@ -232,7 +234,7 @@ class _StopsInUpload(CountedObjects):
 
     mirror: WatchMirror
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: api.Objects) -> None:
         super().__init__(objects)
         self.stoppers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
 
@@ -256,4 +258,4 @@ def test_watch_that_ends_gives_up_its_upload(tmp_path: Path, start: Start) -> No
 
 
 def test_mirror_that_was_never_started_stops() -> None:
-    WatchMirror({}, trust=DEFAULT_TRUST, keep=None, clock=lambda: 0.0).stop()
+    WatchMirror({}, trust=api.DEFAULT_TRUST, keep=None, clock=lambda: 0.0).stop()

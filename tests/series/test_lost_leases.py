@@ -14,21 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.core.model import State
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, StoreLocked, parse_policy
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import add_worker_text, lock_descriptor
-from ckptmgr.maintenance.prune import carry_out, propose, undo
-from ckptmgr.policy.text import parse_policy
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store import trash
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr.store.trash import DirectoryTrash
 from ckptmgr.store.trash_folder import TRASH_NAME
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.saved import items, save_run
 from tests.support.surface import Loop
@@ -36,7 +31,7 @@ from tests.support.surface import Loop
 in_every_mode = pytest.mark.parametrize("mode", [False, "thread", "process"])
 
 
-class HostAlone(OsFileSystem):
+class HostAlone(api.OsFileSystem):
     """A disk that locks files for its own host alone: there, one process writes."""
 
     @contextlib.contextmanager
@@ -52,7 +47,7 @@ class Interrupted(HostAlone):
         super().__init__()
         self._suffix, self._call, self.is_done = suffix, call, False
 
-    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
         if not self.is_done and self._suffix in path.name:
             self.is_done = True
             self._call()
@@ -172,17 +167,17 @@ def test_save_that_loses_the_lease_between_manifest_and_data_leaves_the_other_al
                 there.open()
 
     def writer(fs: HostAlone) -> SeriesWriter:
-        store = Store(tmp_path, fs=fs)
-        return SeriesWriter(store, "net", options=SaveOptions(), clock=lambda: 1_772_359_200.0)
+        store = api.place(tmp_path, fs=fs)
+        return SeriesWriter(store, "net", options=api.SaveOptions(), clock=lambda: 1_772_359_200.0)
 
     (data,) = save_run(tmp_path, [1])
-    before, manifest = data.read_bytes(), tmp_path / manifest_name(data.name)
+    before, manifest = data.read_bytes(), tmp_path / api.manifest_name(data.name)
     there, here = writer(HostAlone()), writer(Late())
     with pytest.raises(StoreLocked, match="has taken it"):
-        here.save(data.name, items(2.0), SaveFacts(step=1))
+        here.save(data.name, items(2.0), api.SaveFacts(step=1))
     assert data.read_bytes() == before
-    there.save(data.name, items(3.0), SaveFacts(step=1))
-    assert [one.state for one in Store(tmp_path).scan()] == [State.OK]
+    there.save(data.name, items(3.0), api.SaveFacts(step=1))
+    assert [one.state for one in api.listed(tmp_path)] == [api.State.OK]
     here.close()
     there.close()
 
@@ -201,7 +196,7 @@ def test_callback_that_has_lost_the_lease_raises(tmp_path: Path) -> None:
 
 def test_nothing_is_removed_without_the_lease(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (old,) = (one for one in store.scan() if one.step == 10)
     with store.lease("net"):
         lease_path(tmp_path, "net").unlink()
@@ -214,7 +209,7 @@ def test_nothing_is_removed_without_the_lease(tmp_path: Path) -> None:
 
 def test_manifest_is_not_changed_without_the_lease(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (checkpoint,) = store.scan()
     for name in ("net", checkpoint.name):
         with lease_of_checkpoint(store, checkpoint):
@@ -224,7 +219,7 @@ def test_manifest_is_not_changed_without_the_lease(tmp_path: Path) -> None:
 
 
 def test_single_file_is_not_published_without_its_lease(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     with lease_of_name(store, "x.txt"):
         lease_path(tmp_path, "x.txt").unlink()
         with (
@@ -255,7 +250,7 @@ def test_run_that_began_on_a_full_disk_saves_once_there_is_space(
 
 def test_worker_leaves_the_text_of_another_holder_as_it_is(tmp_path: Path) -> None:
     path, text = tmp_path / ".ckpt.lease", "process 7 on elsewhere\nhost-boot-7-7 aaaa\n"
-    with OsFileSystem().lock(path, owner="mine\n"):
+    with api.OsFileSystem().lock(path, owner="mine\n"):
         descriptor = lock_descriptor(path)
         assert descriptor is not None
         add_worker_text(descriptor, "mine\n", "worker\n")
@@ -265,7 +260,7 @@ def test_worker_leaves_the_text_of_another_holder_as_it_is(tmp_path: Path) -> No
         assert path.read_text() == text
 
 
-class Robbed(OsFileSystem):
+class Robbed(api.OsFileSystem):
     """A disk on which another host takes the lease of a series while this process takes another lease."""
 
     def __init__(self, suffix: str) -> None:
@@ -287,9 +282,9 @@ def test_prune_and_undo_that_lose_the_lease_on_their_way_move_nothing(
     save_run(tmp_path, [10, 20, 30])
     now, policy = datetime(2026, 3, 2, tzinfo=UTC), parse_policy("last(1)")
     if is_undone:
-        store = Store(tmp_path)
+        store = api.place(tmp_path)
         assert not carry_out(store, propose(store, policy, now=now)).failures
-    store = Store(tmp_path, fs=Robbed(f"{TRASH_NAME}.lease" if is_undone else "10.ckpt.lease"))
+    store = api.place(tmp_path, fs=Robbed(f"{TRASH_NAME}.lease" if is_undone else "10.ckpt.lease"))
     before = sorted(path for path in tmp_path.rglob("*.ckpt"))
     if is_undone:
         with pytest.raises(StoreLocked, match="process 7 on elsewhere has taken it"):
@@ -303,11 +298,11 @@ def test_prune_and_undo_that_lose_the_lease_on_their_way_move_nothing(
 def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     now, policy = datetime(2026, 3, 2, tzinfo=UTC), parse_policy("last(1)")
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     carry_out(store, propose(store, policy, now=now))
-    (batch,) = trash.batches(store)
+    (batch,) = DirectoryTrash(store).batches()
 
-    class Late(OsFileSystem):
+    class Late(api.OsFileSystem):
         """A disk on which the lease of the trash is removed before its batch is opened."""
 
         def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
@@ -316,5 +311,5 @@ def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> 
             return super().hold_directory(path)
 
     with pytest.raises(StoreLocked, match="its lease file was removed"):
-        trash.discard_batch(Store(tmp_path, fs=Late()), batch)
+        DirectoryTrash(api.place(tmp_path, fs=Late())).discard(batch)
     assert len(list(batch.path.iterdir())) == 2

@@ -9,10 +9,16 @@ from typing import TypeVar
 
 import pytest
 
-from ckptmgr import CheckpointManager
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.series.candidates import Skipped, first_that_loads, newest_first, why_nothing
+from ckptmgr import (
+    Checkpoint,
+    CheckpointManager,
+    CorruptCheckpoint,
+    KeyProblem,
+    Skipped,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import State
+from ckptmgr.series.candidates import first_that_loads, newest_first, why_nothing
 from tests.support.crashmodel import ModelDisk
 from tests.support.given_candidates import GivenCandidates
 

@@ -9,17 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr import Checkpoint, StoreLocked
 from ckptmgr.io.files import FileHead
-from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.numbering import next_attempt
 from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import manifest_of, put, truncate
 from tests.support.strategies import named_tensor
@@ -30,13 +27,13 @@ KEEP_ONE = RetentionPolicy((Last(1),))
 def writer(disk: ModelDisk, series: str = SERIES, *, run_id: str = "run") -> SeriesWriter:
     store = Trainer(disk).store()
     return SeriesWriter(
-        store, series, options=SaveOptions(), clock=lambda: 1_700_000_000.0, run_id=run_id
+        store, series, options=api.SaveOptions(), clock=lambda: 1_700_000_000.0, run_id=run_id
     )
 
 
 def save(series: SeriesWriter, step: int) -> Checkpoint:
     name = f"{series.series}-{step}.ckpt"
-    return series.save(name, [named_tensor("w")], SaveFacts(step=step))
+    return series.save(name, [named_tensor("w")], api.SaveFacts(step=step))
 
 
 def test_commits_are_numbered_across_the_series_of_a_directory() -> None:
@@ -48,7 +45,7 @@ def test_commits_are_numbered_across_the_series_of_a_directory() -> None:
 class FailingReads(FailingDisk):
     """A disk that fails where checkpoints are read, and not where a run looks at its own lease."""
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         if path.name.endswith(LEASE_SUFFIX):
             return self._disk.open(path, is_uncached=is_uncached)
         return super().open(path, is_uncached=is_uncached)
@@ -130,12 +127,12 @@ def test_failed_removal_is_logged_and_the_others_go(caplog: pytest.LogCaptureFix
     disk = ModelDisk()
     failing = FailingDisk(disk, error=errno.EROFS, operation="unlink", call=1)
     store = Trainer(disk, fs=failing).store()
-    series = SeriesWriter(store, SERIES, options=SaveOptions(), clock=lambda: 0.0)
+    series = SeriesWriter(store, SERIES, options=api.SaveOptions(), clock=lambda: 0.0)
     for step in (1, 2, 3):
         save(series, step)
     assert series.retain(KEEP_ONE) is not None
     assert "retention: [Errno 30]" in caplog.text
-    assert len([c for c in store.scan() if c.state is State.OK]) == 2
+    assert len([c for c in store.scan() if c.state is api.State.OK]) == 2
 
 
 def test_lease_is_taken_once_and_given_back() -> None:
@@ -170,10 +167,10 @@ def test_next_attempt_counts_damaged_ones_but_no_foreign_files() -> None:
     truncate(disk, manifest_of(name_of(1)), 3)
     truncate(disk, name_of(2), 3)
     history = Trainer(disk).store().scan()
-    assert [next_attempt(history, step, trust=Trust()) for step in (0, 1, 2)] == [0, 1, 1]
+    assert [next_attempt(history, step, trust=api.Trust()) for step in (0, 1, 2)] == [0, 1, 1]
     disk.unlink(RUNS / manifest_of(name_of(1)))
     disk.replace(RUNS / name_of(1), RUNS / "net-1_1.ckpt")
-    assert next_attempt(Trainer(disk).store().scan(), 1, trust=Trust()) == 0
+    assert next_attempt(Trainer(disk).store().scan(), 1, trust=api.Trust()) == 0
 
 
 def test_number_of_the_last_save_is_not_used_again_when_its_manifest_is_unreadable() -> None:

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import UnsupportedState
+from ckptmgr import UnsupportedState
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text
 from ckptmgr.state.arrays import framework_of, named_tensors, to_tensor
 from ckptmgr.state.tree import flatten, restore, unflatten

@@ -13,9 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsealedCheckpoint
-from ckptmgr.state.tree import StateMismatch
+from ckptmgr import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    StateMismatch,
+    UnsealedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.support.saved import flip
 from tests.support.surface import KEY

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from ckptmgr.config.memory import MemoryConfig
+from ckptmgr import MemoryConfig
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.devices import accelerators, copy_on_device, synchronize

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`GlobalRandom`: what it covers, and that draws after a restore are those after the save."""
+"""`GlobalRandom`: its generators, and that draws after a restore are those after the save."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import UnsupportedState
+from ckptmgr import UnsupportedState
 from ckptmgr.state.tree import flatten, unflatten
 from tests.support.trees import reader, round_trip, same
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch
 
 omegaconf: Any = pytest.importorskip("omegaconf")
 create = omegaconf.OmegaConf.create

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch
 
 pytestmark = pytest.mark.kit
 nnx: Any = pytest.importorskip("flax.nnx", reason="needs flax: make kit FRAMEWORK=jax")

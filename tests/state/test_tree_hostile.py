@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr import CorruptCheckpoint
 from ckptmgr.state import stored_arrays
 from ckptmgr.state.tree import TreeError, flatten, unflatten
 from tests.support.trees import reader

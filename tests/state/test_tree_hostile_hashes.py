@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import UnsupportedState
+from ckptmgr import UnsupportedState
 from ckptmgr.state.tree import TreeError, flatten, unflatten
 from tests.support.trees import round_trip
 

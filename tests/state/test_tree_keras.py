@@ -14,7 +14,7 @@ from ckptmgr.state.tree import flatten
 
 
 class Model:
-    """With torch, a model of Keras has what an `nn.Module` has."""
+    """With torch, a model of Keras has the attributes of an `nn.Module`."""
 
     def state_dict(self) -> dict[str, int]:
         return {"w": 1}

@@ -12,10 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_state, save_state
-from ckptmgr.core.errors import CkptmgrError, UnsupportedState
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    StateMismatch,
+    UnsupportedState,
+    load_state,
+    save_state,
+)
 from ckptmgr.state import random as state_random
-from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.state.paths import TreeError
 from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader
 

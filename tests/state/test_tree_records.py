@@ -16,9 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
 from ckptmgr.state.tree import flatten, restore
 from tests.support.trees import reader, round_trip
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.tree import StateMismatch, flatten, restore
+from ckptmgr import StateMismatch, UnsupportedState
+from ckptmgr.state.tree import flatten, restore
 from tests.support.trees import reader, same
 
 Point = namedtuple("Point", ["x", "y"])

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
 from ckptmgr.state.tree import Restoration, flatten, restore
 from tests.support.trees import reader
 

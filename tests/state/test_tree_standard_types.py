@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Snapshots
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr import CheckpointConfig, CheckpointManager, Snapshots, StateMismatch, UnsupportedState
+from ckptmgr.state.paths import TreeError
 from ckptmgr.state.skeleton_merge import merge_skeletons
 from ckptmgr.state.tree import flatten, restore, unflatten
 from tests.support.trees import reader, round_trip, same

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import CheckpointConfig, CheckpointManager, StateMismatch, UnsupportedState
 
 
 def _stream(content: bytes, place: int) -> io.BytesIO:

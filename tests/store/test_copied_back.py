@@ -14,9 +14,8 @@ import pytest
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.io.leases import series_tag
 from ckptmgr.io.temp_names import is_temp_of, temp_name
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
 from tests.store.test_store import KnownProcesses
+from tests.support import api
 
 KEY = b"k" * 32
 NAME = "ckpt-100.ckpt"
@@ -37,15 +36,15 @@ def copied_manifest(tmp_path: Path) -> Path:
     """Save a checkpoint, copy its manifest alone, with its times, and return where to."""
     save(tmp_path / "run")
     (tmp_path / "copy").mkdir()
-    shutil.copy2(tmp_path / "run" / manifest_name(NAME), tmp_path / "copy")
+    shutil.copy2(tmp_path / "run" / api.manifest_name(NAME), tmp_path / "copy")
     return tmp_path / "copy"
 
 
-def store_of(directory: Path, *, after_s: float = 0.0) -> Store:
+def store_of(directory: Path, *, after_s: float = 0.0) -> api.Place:
     """Return the store of a directory, as seen when so much time has passed since its manifests came."""
-    changed_s = (directory / manifest_name(NAME)).stat().st_ctime
+    changed_s = (directory / api.manifest_name(NAME)).stat().st_ctime
     processes = KnownProcesses(dead=frozenset({"dead-1"}))
-    return Store(directory, processes=processes, clock=lambda: changed_s + after_s)
+    return api.place(directory, processes=processes, clock=lambda: changed_s + after_s)
 
 
 def put_unfinished(directory: Path, content: Path, *, writer: str = "dead-1") -> Path:
@@ -62,7 +61,7 @@ def test_directory_that_is_being_copied_back_loses_no_manifest(
     save(tmp_path / "run", key=key)
     copy = tmp_path / "copy"
     copy.mkdir()
-    shutil.copy2(tmp_path / "run" / manifest_name(NAME), copy)
+    shutil.copy2(tmp_path / "run" / api.manifest_name(NAME), copy)
     assert resumed_step(copy, key) == 0
     shutil.copy2(tmp_path / "run" / NAME, copy)
     assert resumed_step(copy, key) == 100
@@ -77,16 +76,16 @@ def test_older_manifest_without_data_goes_a_day_after_it_came_whatever_time_it_b
             manager.save(step, {"w": np.full(4, 1.0)})
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in (manifest_name(NAME), manifest_name("ckpt-200.ckpt"), "ckpt-200.ckpt"):
+    for name in (api.manifest_name(NAME), api.manifest_name("ckpt-200.ckpt"), "ckpt-200.ckpt"):
         shutil.copy2(tmp_path / "run" / name, copy)
     assert bool(store_of(copy, after_s=after_s).recover("ckpt")) == is_removed
-    assert (copy / manifest_name(NAME)).exists() != is_removed
+    assert (copy / api.manifest_name(NAME)).exists() != is_removed
 
 
 def test_newest_manifest_without_data_never_goes_by_itself(tmp_path: Path) -> None:
     copy = copied_manifest(tmp_path)
     assert store_of(copy, after_s=9 * DAY_S).recover("ckpt") == []
-    assert (copy / manifest_name(NAME)).exists()
+    assert (copy / api.manifest_name(NAME)).exists()
 
 
 def test_manifest_goes_with_the_unfinished_file_that_it_describes(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_manifest_stays_beside_the_unfinished_file_of_a_later_save(
     copy = copied_manifest(tmp_path)
     put_unfinished(copy, other(tmp_path / "other"))
     assert len(store_of(copy).recover("ckpt")) == 1
-    assert [path.name for path in copy.iterdir()] == [manifest_name(NAME)]
+    assert [path.name for path in copy.iterdir()] == [api.manifest_name(NAME)]
 
 
 def test_manifest_of_an_overwrite_stays_beside_the_new_data(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_manifest_of_an_overwrite_stays_beside_the_new_data(tmp_path: Path) -> N
     assert new is not None
     store.update_manifest(replace(new, replaces=new))  # the data that it replaces may still come
     assert len(store.recover("ckpt")) == 1
-    assert [path.name for path in copy.iterdir()] == [manifest_name(NAME)]
+    assert [path.name for path in copy.iterdir()] == [api.manifest_name(NAME)]
 
 
 def test_manifest_stays_beside_the_unfinished_file_of_a_live_writer(tmp_path: Path) -> None:

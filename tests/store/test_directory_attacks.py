@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write a directory may try, in every format and suite: what `verify` says, and what loads.
+"""Attacks of a user who can write a directory, in every format and suite: the verdict of `verify`, and the loads.
 
 Each kind of directory vouches for itself in another way: digests alone tell accidents, a key and a signature tell people.
 """
@@ -17,18 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, Trust, load_checkpoint
 from ckptmgr.core.names import extension_of
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status
-from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.saved import overwrite, verify_all
 
-KEY, SIGNER = bytes(range(16)), SigningKey(bytes(range(32)))
+KEY, SIGNER = bytes(range(16)), api.SigningKey(bytes(range(32)))
 STEPS = (1, 2, 3)
 
 
@@ -60,12 +54,10 @@ class Kind:
             options |= {"enc_key": KEY, "enc_mode": self.mode}
         return CheckpointConfig(**options, signing_key=SIGNER if self.is_signed else None)
 
-    def reading(self) -> ReadOptions:
-        return ReadOptions(
-            trust=Trust(
-                keys=None if self.mode is None else Key(KEY),
-                trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
-            ),
+    def reading(self) -> api.ReadOptions:
+        return api.reading(
+            keys=None if self.mode is None else api.Key(KEY),
+            trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
         )
 
 
@@ -89,7 +81,7 @@ PROVING = [name for name, kind in KINDS.items() if kind.proves_the_writer]
 
 
 def train(directory: Path, kind: Kind, *, scale: float = 1.0) -> None:
-    """Save the steps; what is saved is the number of the step, times the scale."""
+    """Save the steps; the value is the number of the step, times the scale."""
     with CheckpointManager(directory, kind.config(), prefix="net") as manager:
         for step in STEPS:
             manager.save(step, {"w": np.full(300, step * scale)})
@@ -115,7 +107,7 @@ def path_of(directory: Path, kind: Kind, step: int) -> Path:
 
 
 def manifest_of(path: Path) -> Path:
-    return path.with_name(manifest_name(path.name))
+    return api.manifest_of(path)
 
 
 def copy(source: Path, target: Path) -> None:
@@ -249,7 +241,7 @@ def name_in_another_unicode_form(past: Path, run: Path, kind: Kind) -> None:
     )
 
 
-DAMAGED, UNPROVEN = Status.DAMAGED, Status.UNPROVEN
+DAMAGED, UNPROVEN = api.Status.DAMAGED, api.Status.UNPROVEN
 ACCIDENTS: dict[str, Callable[[Path, Path, Kind], None]] = {
     one.__name__: one
     for one in (
@@ -265,7 +257,7 @@ ACCIDENTS: dict[str, Callable[[Path, Path, Kind], None]] = {
         cut_manifest,
     )
 }
-FORGERIES: dict[str, tuple[Callable[[Path, Path, Kind], None], Status]] = {
+FORGERIES: dict[str, tuple[Callable[[Path, Path, Kind], None], api.Status]] = {
     "rename_pair": (rename_pair, DAMAGED),
     "restate_step": (restate_step, DAMAGED),
     "restate_sequence": (restate_sequence, DAMAGED),
@@ -296,9 +288,9 @@ def attacked(
     return run
 
 
-def statuses(run: Path, kind: Kind) -> dict[str, Status]:
+def statuses(run: Path, kind: Kind) -> dict[str, api.Status]:
     options = kind.reading()
-    store = Store(run, trust=options.trust)
+    store = api.place(run, trust=options.trust)
     answers = verify_all(store, options=options)
     return {answer.checkpoint.name: answer.status for answer in answers}
 
@@ -311,9 +303,9 @@ def test_changed_file_is_named_and_the_others_are_whole(
     kind = KINDS[name]
     run = attacked(made(name), tmp_path, kind, ACCIDENTS[attack])
     assert statuses(run, kind) == {
-        path_of(run, kind, 1).name: Status.OK,
+        path_of(run, kind, 1).name: api.Status.OK,
         path_of(run, kind, 2).name: DAMAGED,
-        path_of(run, kind, 3).name: Status.OK,
+        path_of(run, kind, 3).name: api.Status.OK,
     }
 
 
@@ -325,7 +317,7 @@ def test_link_pipe_or_device_in_place_of_a_file_is_named_and_passed_over(
     kind = KINDS[name]
     run = attacked(made(name), tmp_path, kind, NO_FILES[attack])
     found = statuses(run, kind)
-    assert found[path_of(run, kind, 2).name] in (DAMAGED, Status.UNREADABLE)
+    assert found[path_of(run, kind, 2).name] in (DAMAGED, api.Status.UNREADABLE)
     path_of(run, kind, 3).unlink()
     with CheckpointManager(run, kind.config(), prefix="net") as manager:
         assert manager.resume().step == 1
@@ -362,7 +354,7 @@ def test_nothing_loads_as_step_two_but_what_was_once_saved_as_step_two(
             loaded = manager.load(path.name)
         except CkptmgrError:
             return
-    # A genuine pair from the past is what it says it is; that it is not the newest of its name, the chain says.
+    # A genuine pair from the past is authentic; only the chain shows that it is not the newest of its name.
     assert attack == "put_past_pair_back"
     assert isinstance(loaded, dict)
     assert loaded["w"][0] == 200.0
@@ -386,5 +378,5 @@ def test_file_under_the_name_of_another_format_is_refused_or_still_what_it_is(
         )
     except CkptmgrError:
         return
-    assert name.startswith("container")  # which says itself, authenticated, what is in it
+    assert name.startswith("container")  # which states its content, authenticated
     assert loaded["w"][0] == 1.0

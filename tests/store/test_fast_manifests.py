@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.model import Checkpoint, Link, State
+from ckptmgr import Checkpoint, CkptmgrError
+from ckptmgr.core.model import Link
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.store.manifest.codec import PLACEHOLDER, Manifest, decode, encode, manifest_name
+from ckptmgr.store.manifest.codec import PLACEHOLDER
 from ckptmgr.store.manifest.fast_reader import checkpoint_in
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.manifests import manifest
 
 PLAIN = replace(
@@ -75,16 +75,18 @@ def values(checkpoint: Checkpoint) -> dict[str, object]:
 
 
 def strictly(data: bytes) -> Checkpoint | None:
-    """Return what the parser finds in a manifest, or None if it refuses it."""
+    """Return the fields that the parser finds in a manifest, or None if it refuses it."""
     try:
-        return decode(data, path=DIRECTORY / manifest_name(DATA.name)).to_checkpoint(DIRECTORY)
+        return api.decode_manifest(
+            data, path=DIRECTORY / api.manifest_name(DATA.name)
+        ).to_checkpoint(DIRECTORY)
     except CkptmgrError:
         return None
 
 
 @pytest.mark.parametrize("kind", PLAIN_MANIFESTS)
 def test_plain_manifest_has_the_values_that_the_parser_finds(kind: str) -> None:
-    data = encode(PLAIN_MANIFESTS[kind])
+    data = api.encode_manifest(PLAIN_MANIFESTS[kind])
     found, expected = checkpoint_in(data, DATA), strictly(data)
     assert found is not None
     assert expected is not None
@@ -93,12 +95,12 @@ def test_plain_manifest_has_the_values_that_the_parser_finds(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OTHER_MANIFESTS)
 def test_manifest_of_another_kind_is_left_to_the_parser(kind: str) -> None:
-    assert checkpoint_in(encode(OTHER_MANIFESTS[kind]), DATA) is None
+    assert checkpoint_in(api.encode_manifest(OTHER_MANIFESTS[kind]), DATA) is None
 
 
 @given(st.data())
 def test_changed_manifest_is_left_to_the_parser_or_has_its_values(drawn: st.DataObject) -> None:
-    data = bytearray(encode(drawn.draw(st.sampled_from([*PLAIN_MANIFESTS.values()]))))
+    data = bytearray(api.encode_manifest(drawn.draw(st.sampled_from([*PLAIN_MANIFESTS.values()]))))
     for _ in range(drawn.draw(st.integers(1, 3))):
         place = drawn.draw(st.integers(0, len(data) - 1))
         length = drawn.draw(st.integers(0, 3))
@@ -126,24 +128,24 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_manifest_that_the_parser_refuses_is_left_to_it(change: str) -> None:
     old, new = CHANGES[change]
-    data = encode(PLAIN).replace(old, new)
+    data = api.encode_manifest(PLAIN).replace(old, new)
     assert strictly(data) is None
     assert checkpoint_in(data, DATA) is None
 
 
 def test_manifest_of_more_bytes_than_a_listing_matches_is_left_to_the_parser() -> None:
     large = replace(PLAIN, stats={f"{number:0100}": 1.0 for number in range(10_000)})
-    assert checkpoint_in(encode(large), DATA) is None
+    assert checkpoint_in(api.encode_manifest(large), DATA) is None
 
 
 @pytest.mark.parametrize("content", [b"content", b"short"])
 def test_listing_compares_the_size_in_a_plain_manifest_with_that_of_the_file(
     tmp_path: Path, content: bytes
 ) -> None:
-    written: Manifest = replace(PLAIN, file=replace(PLAIN.file, cipher=None, key_id=None))
+    written: api.Manifest = replace(PLAIN, file=replace(PLAIN.file, cipher=None, key_id=None))
     (tmp_path / "net-1.ckpt").write_bytes(content)
-    (tmp_path / manifest_name("net-1.ckpt")).write_bytes(encode(written))
-    (found,) = Store(tmp_path).scan()
+    (tmp_path / api.manifest_name("net-1.ckpt")).write_bytes(api.encode_manifest(written))
+    (found,) = api.listed(tmp_path)
     is_whole = content == b"content"
-    assert found.state is (State.OK if is_whole else State.CORRUPT)
+    assert found.state is (api.State.OK if is_whole else api.State.CORRUPT)
     assert (found.problem is None) is is_whole

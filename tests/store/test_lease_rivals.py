@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.filesystem import FileStatus, OsFileSystem
+from ckptmgr import StoreLocked
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.leases import ProcProcesses, hold_lease, lease_path
 from ckptmgr.store.change_leases import lease_of_checkpoint, lease_of_name
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
 from tests.support.saved import only, save_run
@@ -29,7 +29,7 @@ _DEAD = f"process 1 on host\n{ProcProcesses().token().rpartition('-')[0]}-1 0123
 class _Rival:
     """A save in a thread, which begins when its lease is held, and `is_refused` at least once."""
 
-    def __init__(self, save: Callable[[OsFileSystem], object]) -> None:
+    def __init__(self, save: Callable[[api.OsFileSystem], object]) -> None:
         self.is_refused = threading.Event()
         self.error: Exception | None = None
         self._save = save
@@ -54,7 +54,7 @@ class _Rival:
             self.is_refused.set()
 
 
-class _Refused(OsFileSystem):
+class _Refused(api.OsFileSystem):
     """A disk that reports when a lease is tried a second time."""
 
     def __init__(self, is_refused: threading.Event) -> None:
@@ -69,7 +69,7 @@ class _Refused(OsFileSystem):
         return super().lock(path, owner=owner)
 
 
-class _Cleaning(OsFileSystem):
+class _Cleaning(api.OsFileSystem):
     """A disk on which a rival begins while a lease is held, just before its file is removed."""
 
     def __init__(self, path: Path, rival: _Rival) -> None:
@@ -83,18 +83,18 @@ class _Cleaning(OsFileSystem):
         super().unlink(path)
 
 
-def _save_run(directory: Path, fs: OsFileSystem) -> None:
+def _save_run(directory: Path, fs: api.OsFileSystem) -> None:
     with manager_on(directory, fs=fs, prefix="net") as manager:
         manager.save(1, {"w": np.arange(3.0)})
 
 
-def _save_file(directory: Path, fs: OsFileSystem) -> None:
-    with lease_of_name(Store(directory, fs=fs), "net"):
+def _save_file(directory: Path, fs: api.OsFileSystem) -> None:
+    with lease_of_name(api.place(directory, fs=fs), "net"):
         pass
 
 
-def _change(directory: Path, fs: OsFileSystem) -> None:
-    store = Store(directory, fs=fs)
+def _change(directory: Path, fs: api.OsFileSystem) -> None:
+    store = api.place(directory, fs=fs)
     with lease_of_checkpoint(store, only(store)):
         pass
 
@@ -102,13 +102,13 @@ def _change(directory: Path, fs: OsFileSystem) -> None:
 @pytest.mark.parametrize("text", [_DEAD, ""], ids=["killed", "no text"])
 @pytest.mark.parametrize("save", [_save_run, _save_file, _change])
 def test_save_waits_while_another_process_removes_a_lease_that_was_left(
-    tmp_path: Path, save: Callable[[Path, OsFileSystem], None], text: str
+    tmp_path: Path, save: Callable[[Path, api.OsFileSystem], None], text: str
 ) -> None:
     save_run(tmp_path, [10])
     path = lease_path(tmp_path, "net")
     path.write_text(text)
     rival = _Rival(partial(save, tmp_path))
-    Store(tmp_path, fs=_Cleaning(path, rival)).recover("other")
+    api.place(tmp_path, fs=_Cleaning(path, rival)).recover("other")
     rival.end()
     assert not path.exists()
 
@@ -117,7 +117,7 @@ def test_save_waits_for_the_text_of_a_process_that_has_just_taken_its_lease(
     tmp_path: Path,
 ) -> None:
     rival = _Rival(partial(_save_file, tmp_path))
-    with OsFileSystem().lock(lease_path(tmp_path, "net"), owner=""):
+    with api.OsFileSystem().lock(lease_path(tmp_path, "net"), owner=""):
         rival.begin()
     rival.end()
 
@@ -130,9 +130,9 @@ def test_save_is_refused_after_half_a_minute_of_cleaning(
     monkeypatch.setattr(time, "sleep", slept_s.append)
     monkeypatch.setattr(time, "monotonic", lambda: start + sum(slept_s))
     with (
-        hold_lease(OsFileSystem(), tmp_path, "net.ckpt", is_cleaning=True),
+        hold_lease(api.OsFileSystem(), tmp_path, "net.ckpt", is_cleaning=True),
         pytest.raises(StoreLocked, match=r"'net.ckpt' is being cleaned up by process \d+ on "),
-        lease_of_name(Store(tmp_path), "net.ckpt"),
+        lease_of_name(api.place(tmp_path), "net.ckpt"),
     ):
         pass
     assert sum(slept_s) == pytest.approx(30, abs=1)
@@ -141,13 +141,13 @@ def test_save_is_refused_after_half_a_minute_of_cleaning(
 
 
 def test_cleaning_leaves_the_leases_of_live_processes_alone(tmp_path: Path) -> None:
-    disk = FailingDisk(OsFileSystem())
-    with Store(tmp_path).lease("net"):
-        Store(tmp_path, fs=disk).recover("other")
+    disk = FailingDisk(api.OsFileSystem())
+    with api.place(tmp_path).lease("net"):
+        api.place(tmp_path, fs=disk).recover("other")
     assert "lock" not in disk.calls
 
 
-class _Released(OsFileSystem):
+class _Released(api.OsFileSystem):
     """A disk on which a process releases its lease after the directory was listed."""
 
     def list(self, path: Path) -> dict[str, FileStatus]:
@@ -159,5 +159,5 @@ class _Released(OsFileSystem):
 def test_cleaning_makes_no_lease_that_was_released_meanwhile(tmp_path: Path) -> None:
     lease_path(tmp_path, "net").touch()
     disk = FailingDisk(_Released())
-    Store(tmp_path, fs=disk).recover("other")
+    api.place(tmp_path, fs=disk).recover("other")
     assert "lock" not in disk.calls

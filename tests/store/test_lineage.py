@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The chain of checkpoints: what a swapped or rolled-back file contradicts, and what happens every day and is none."""
+"""The chain of checkpoints: contradictions of a swapped or rolled-back file, and everyday events that are none."""
 
 from __future__ import annotations
 
@@ -12,24 +12,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CorruptCheckpoint
-from ckptmgr.core.model import Checkpoint, Link, State
-from ckptmgr.core.trust import Trust
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CorruptCheckpoint
+from ckptmgr.core.model import Link
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
-from ckptmgr.maintenance.verify import Level, Status
-from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.manifest.lineage import (
     Expected,
     Lineage,
     foreign_predecessor,
     link_to_newest,
 )
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.manifests import PATH, changed, manifest
 from tests.support.saved import KEY, flip, save_run, verify_all
 
@@ -40,7 +34,8 @@ Files = dict[str, bytes]
 def taken(path: Path) -> Files:
     """Return a checkpoint's file and manifest, to be put back later."""
     return {
-        name: path.with_name(name).read_bytes() for name in (path.name, manifest_name(path.name))
+        name: path.with_name(name).read_bytes()
+        for name in (path.name, api.manifest_name(path.name))
     }
 
 
@@ -50,23 +45,25 @@ def put_back(directory: Path, files: Files) -> None:
         (directory / name).write_bytes(data)
 
 
-def statuses(directory: Path, key: Keys | None = None) -> dict[int, Status]:
-    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=not (key is not None)))
-    answers = verify_all(store, level=Level.QUICK, options=ReadOptions(trust=Trust(keys=key)))
+def statuses(directory: Path, key: Keys | None = None) -> dict[int, api.Status]:
+    store = api.place(directory, keys=key, allow_unencrypted=not (key is not None))
+    answers = verify_all(store, level=api.Level.QUICK, options=api.reading(keys=key))
     return {answer.checkpoint.step: answer.status for answer in answers}
 
 
-@pytest.mark.parametrize("options", [SaveOptions(), SaveOptions(key=KEY)], ids=["plain", "sealed"])
+@pytest.mark.parametrize(
+    "options", [api.SaveOptions(), api.SaveOptions(key=KEY)], ids=["plain", "sealed"]
+)
 def test_file_replaced_by_an_older_one_of_its_name_is_damaged(
-    tmp_path: Path, options: SaveOptions
+    tmp_path: Path, options: api.SaveOptions
 ) -> None:
     old = taken(save_run(tmp_path / "a", [10], options=options)[0])
     save_run(tmp_path / "b", [9, 10, 11], options=options)
     put_back(tmp_path / "b", old)
     assert statuses(tmp_path / "b", options.key) == {
-        9: Status.OK,
-        10: Status.DAMAGED,
-        11: Status.OK,
+        9: api.Status.OK,
+        10: api.Status.DAMAGED,
+        11: api.Status.OK,
     }
 
 
@@ -74,7 +71,7 @@ def test_problem_names_both_files_and_both_commits(tmp_path: Path) -> None:
     old = taken(save_run(tmp_path / "a", [10])[0])
     save_run(tmp_path / "b", [9, 10, 11])
     put_back(tmp_path / "b", old)
-    store = Store(tmp_path / "b")
+    store = api.place(tmp_path / "b")
     (problem,) = [p for answer in verify_all(store) for p in answer.problems]
     assert problem.startswith(
         "net-2_1.ckpt was saved after another file of this name (commit 2, id "
@@ -84,7 +81,7 @@ def test_problem_names_both_files_and_both_commits(tmp_path: Path) -> None:
 
 def test_checkpoints_of_one_run_each_name_the_one_before(tmp_path: Path) -> None:
     save_run(tmp_path, [1, 2, 3])
-    first, second, third = sorted(Store(tmp_path).scan(), key=lambda c: c.order)
+    first, second, third = sorted(api.listed(tmp_path), key=lambda c: c.order)
     assert first.previous is None
     assert second.previous == Link(
         name=first.name, sequence=1, run_id="run-of-net", id=str(first.id)
@@ -96,13 +93,13 @@ def test_checkpoints_of_one_run_each_name_the_one_before(tmp_path: Path) -> None
 def test_other_series_of_the_directory_is_another_chain(tmp_path: Path) -> None:
     save_run(tmp_path, [1], series="a")
     save_run(tmp_path, [1], series="b")
-    assert all(c.previous is None for c in Store(tmp_path).scan())
+    assert all(c.previous is None for c in api.listed(tmp_path))
 
 
 def train(
     directory: Path, steps: range, change: Callable[[CheckpointManager], object] | None = None
 ) -> list[Path]:
-    """Run some steps and return what is there then."""
+    """Run some steps and return the checkpoints then."""
     state = {"w": np.zeros(4)}
     config = CheckpointConfig(keep="last(2) | pinned")
     with CheckpointManager(directory, config, prefix="net") as manager:
@@ -155,20 +152,20 @@ EVERYDAY: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("event", EVERYDAY)
 def test_what_happens_every_day_contradicts_nothing(tmp_path: Path, event: str) -> None:
     EVERYDAY[event](tmp_path)
-    assert set(statuses(tmp_path).values()) == {Status.OK}
+    assert set(statuses(tmp_path).values()) == {api.Status.OK}
 
 
 def test_name_that_is_overwritten_by_its_run_contradicts_nothing(tmp_path: Path) -> None:
     # As the callback does after a rollback: the same names, later commits.
     save_run(tmp_path, [1, 2])
     save_run(tmp_path, [1, 2])
-    assert set(statuses(tmp_path).values()) == {Status.OK}
+    assert set(statuses(tmp_path).values()) == {api.Status.OK}
 
 
 def test_overwritten_name_follows_the_newest_even_itself(tmp_path: Path) -> None:
     save_run(tmp_path, [1])
     save_run(tmp_path, [1])
-    (found,) = Store(tmp_path).scan()
+    (found,) = api.listed(tmp_path)
     assert found.previous is not None
     assert found.previous.name == found.name
     assert Lineage([found]).why_replaced(found) is None
@@ -222,11 +219,11 @@ def test_file_that_is_contradicted_itself_accuses_nobody(tmp_path: Path) -> None
     put_back(tmp_path / "b", taken(tmp_path / "a/net-1_9.ckpt"))
     put_back(tmp_path / "b", taken(tmp_path / "a/net-1_10.ckpt"))
     assert set(statuses(tmp_path / "b").values()) == {
-        Status.OK
+        api.Status.OK
     }  # the same bytes and times: the same ids
     save_run(tmp_path / "c", [8, 9, 10])
     put_back(tmp_path / "b", taken(tmp_path / "c/net-1_10.ckpt"))
-    assert statuses(tmp_path / "b") == {9: Status.OK, 10: Status.DAMAGED, 11: Status.OK}
+    assert statuses(tmp_path / "b") == {9: api.Status.OK, 10: api.Status.DAMAGED, 11: api.Status.OK}
 
 
 def test_files_of_one_commit_that_contradict_each_other_are_both_named() -> None:
@@ -241,15 +238,15 @@ def test_files_of_one_commit_that_contradict_each_other_are_both_named() -> None
 
 
 def test_manifest_under_another_key_proves_nothing() -> None:
-    later = later_than(listed(), state=State.UNVERIFIED)
+    later = later_than(listed(), state=api.State.UNVERIFIED)
     assert Lineage([later]).why_replaced(listed(b"other", sequence=1)) is None
 
 
 @pytest.mark.parametrize(
     "unusable",
     [
-        {"state": State.CORRUPT},
-        {"state": State.UNVERIFIED},
+        {"state": api.State.CORRUPT},
+        {"state": api.State.UNVERIFIED},
         {"sequence": 0},
         {"id": None},
         {"run_id": None},
@@ -303,7 +300,8 @@ def test_checkpoint_fits_what_lies_before_it_unless_that_is_another_known_one() 
     assert foreign_predecessor(before, [before, later]) is None
     assert foreign_predecessor(later, [listed(b"other", sequence=1), later]) is not None
     assert (
-        foreign_predecessor(later, [listed(b"other", sequence=1, state=State.UNVERIFIED)]) is None
+        foreign_predecessor(later, [listed(b"other", sequence=1, state=api.State.UNVERIFIED)])
+        is None
     )
 
 
@@ -347,7 +345,7 @@ def test_id_is_this_one_for_ever() -> None:
         manifest(), previous=Link(name="net-0.ckpt", sequence=6, run_id="run", id=OTHER_ID)
     )
     assert linked.id == "91f58650ee6bb1a0a921e0991dce5b804c6313b289fd3787cfb1c8b83e5fd660"
-    assert decode(encode(linked), path=PATH).id == linked.id
+    assert api.decode_manifest(api.encode_manifest(linked), path=PATH).id == linked.id
 
 
 @pytest.mark.parametrize(
@@ -364,15 +362,15 @@ def test_id_is_this_one_for_ever() -> None:
 )
 def test_link_that_is_none_is_refused(link: object) -> None:
     with pytest.raises(CorruptCheckpoint, match="not a valid manifest"):
-        decode(changed(lambda document: document.update(previous=link)), path=PATH)
+        api.decode_manifest(changed(lambda document: document.update(previous=link)), path=PATH)
 
 
 def test_manifest_without_link_reads_as_before() -> None:
-    assert "previous" not in encode(manifest()).decode()
-    assert decode(encode(manifest()), path=PATH).previous is None
+    assert "previous" not in api.encode_manifest(manifest()).decode()
+    assert api.decode_manifest(api.encode_manifest(manifest()), path=PATH).previous is None
 
 
-# What somebody knows.
+# Known to the reader.
 
 
 def test_step_that_was_reached_is_missing_when_all_are_older() -> None:

@@ -13,14 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ckptmgr import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, Trust, UnsupportedCheckpoint
 from ckptmgr.core.model import Pin, State
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.store.manifest.codec import SUFFIX, decode, encode, manifest_name
 from tests.support.manifests import PATH, SAVED_AT, changed, manifest

@@ -11,15 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig
-from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import Checkpoint, CheckpointConfig
 from ckptmgr.io.files import FileHead
-from ckptmgr.io.filesystem import FileStatus, OsFileSystem
-from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr.io.filesystem import FileStatus
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import flip_bit, manifest_of, put, truncate
 from tests.support.runs import manager_on
@@ -30,7 +26,7 @@ FIRST, SECOND = "net-1_10.ckpt", "net-2_10.ckpt"
 LATER = 1e12
 
 
-class CountingDisk(OsFileSystem):
+class CountingDisk(api.OsFileSystem):
     """The real disk, counting how often manifests are opened."""
 
     def __init__(self) -> None:
@@ -38,11 +34,11 @@ class CountingDisk(OsFileSystem):
         self.opened = 0
 
     def read_head(self, directory: Path, name: str, *, most_bytes: int) -> FileHead:
-        self.opened += name.endswith(SUFFIX)
+        self.opened += name.endswith(api.MANIFEST_SUFFIX)
         return super().read_head(directory, name, most_bytes=most_bytes)
 
 
-def by_name(store: Store) -> dict[str, Checkpoint]:
+def by_name(store: api.Place) -> dict[str, Checkpoint]:
     return {checkpoint.name: checkpoint for checkpoint in store.scan()}
 
 
@@ -55,7 +51,7 @@ def runs(tmp_path: Path) -> Path:
 
 def test_manifests_that_do_not_change_are_read_once(runs: Path) -> None:
     disk = CountingDisk()
-    store = Store(runs, fs=disk, clock=lambda: LATER)
+    store = api.place(runs, fs=disk, clock=lambda: LATER)
     first = by_name(store)
     assert disk.opened == 2
     assert by_name(store) == first
@@ -64,7 +60,7 @@ def test_manifests_that_do_not_change_are_read_once(runs: Path) -> None:
 
 @pytest.mark.parametrize("keep", ["all", "last(2)"])
 def test_save_lists_the_directory_once_before_and_once_after(tmp_path: Path, keep: str) -> None:
-    class ListingDisk(OsFileSystem):
+    class ListingDisk(api.OsFileSystem):
         listed = 0
 
         def list(self, path: Path) -> dict[str, FileStatus]:
@@ -96,7 +92,7 @@ def test_run_that_keeps_five_checkpoints_reads_only_manifests_that_a_save_concer
 def test_manifests_that_changed_just_now_are_read_again(runs: Path) -> None:
     disk = CountingDisk()
     newest_s = max(path.stat().st_ctime for path in runs.iterdir())
-    store = Store(runs, fs=disk, clock=lambda: newest_s)
+    store = api.place(runs, fs=disk, clock=lambda: newest_s)
     store.scan()
     store.scan()
     assert disk.opened == 4
@@ -106,7 +102,7 @@ def test_disk_without_change_times_is_read_every_time() -> None:
     disk = disk_with(10.0)
     disk.has_change_times = False
     counting = FailingDisk(disk)
-    store = Store(RUNS, fs=counting, processes=ModelProcesses(disk))
+    store = api.place(RUNS, fs=counting, processes=ModelProcesses(disk))
     store.scan()
     store.scan()
     assert counting.calls.count("open") == 2
@@ -114,7 +110,7 @@ def test_disk_without_change_times_is_read_every_time() -> None:
 
 def rewrite(directory: Path) -> None:
     """Change a manifest in place, to the same size, and give it the time that it had."""
-    path = directory / manifest_name(FIRST)
+    path = directory / api.manifest_name(FIRST)
     before = path.stat()
     path.chmod(0o600)
     with path.open("r+b") as file:
@@ -126,7 +122,7 @@ def rewrite(directory: Path) -> None:
 
 
 def test_manifest_changed_in_place_with_its_old_time_is_read_again(runs: Path) -> None:
-    store = Store(runs, clock=lambda: LATER)
+    store = api.place(runs, clock=lambda: LATER)
     assert by_name(store)[FIRST].step == 10
     rewrite(runs)
     assert by_name(store)[FIRST].step == 17
@@ -137,21 +133,24 @@ def cut(directory: Path) -> None:
 
 
 def swap(directory: Path) -> None:
-    (directory / manifest_name(FIRST)).rename(directory / "kept")
-    (directory / manifest_name(SECOND)).rename(directory / manifest_name(FIRST))
+    (directory / api.manifest_name(FIRST)).rename(directory / "kept")
+    (directory / api.manifest_name(SECOND)).rename(directory / api.manifest_name(FIRST))
 
 
-CHANGES: dict[str, tuple[Callable[[Path], object], State | None]] = {
-    "data cut": (cut, State.CORRUPT),
-    "data gone": (lambda runs: (runs / FIRST).unlink(), State.LEFTOVER),
-    "manifest gone": (lambda runs: (runs / manifest_name(FIRST)).unlink(), State.UNVERIFIED),
-    "manifest of another": (swap, State.CORRUPT),
+CHANGES: dict[str, tuple[Callable[[Path], object], api.State | None]] = {
+    "data cut": (cut, api.State.CORRUPT),
+    "data gone": (lambda runs: (runs / FIRST).unlink(), api.State.LEFTOVER),
+    "manifest gone": (
+        lambda runs: (runs / api.manifest_name(FIRST)).unlink(),
+        api.State.UNVERIFIED,
+    ),
+    "manifest of another": (swap, api.State.CORRUPT),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_of_a_file_is_seen(runs: Path, change: str) -> None:
-    store = Store(runs, clock=lambda: LATER)
+    store = api.place(runs, clock=lambda: LATER)
     store.scan()
     apply, state = CHANGES[change]
     apply(runs)
@@ -160,29 +159,29 @@ def test_change_of_a_file_is_seen(runs: Path, change: str) -> None:
 
 def test_file_of_a_rank_that_goes_is_seen() -> None:
     disk = disk_with_shards()
-    store = Store(RUNS, fs=disk, processes=ModelProcesses(disk))
-    assert by_name(store)[SET].state is State.OK
+    store = api.place(RUNS, fs=disk, processes=ModelProcesses(disk))
+    assert by_name(store)[SET].state is api.State.OK
     disk.unlink(RUNS / shard(1))
-    assert by_name(store)[SET].state is State.CORRUPT
+    assert by_name(store)[SET].state is api.State.CORRUPT
 
 
 def test_what_could_not_be_read_is_read_again() -> None:
     disk = disk_with(10.0)
     failing = FailingDisk(disk, operation="open", call=1, is_lasting=True)
-    store = Store(RUNS, fs=failing, processes=ModelProcesses(disk))
-    assert [c.state for c in store.scan()] == [State.CORRUPT]
+    store = api.place(RUNS, fs=failing, processes=ModelProcesses(disk))
+    assert [c.state for c in store.scan()] == [api.State.CORRUPT]
     failing.mend()
-    assert [c.state for c in store.scan()] == [State.OK]
+    assert [c.state for c in store.scan()] == [api.State.OK]
 
 
 def test_what_was_proven_under_one_key_is_not_under_another() -> None:
     disk = disk_with(10.0, key=KEY)
     stores = [
-        Store(RUNS, fs=disk, trust=Trust(keys=key), processes=ModelProcesses(disk))
-        for key in (Key(KEY), Key(bytes(32)))
+        api.place(RUNS, fs=disk, keys=key, processes=ModelProcesses(disk))
+        for key in (api.Key(KEY), api.Key(bytes(32)))
     ]
     states = [[c.state for c in store.scan()] for store in stores * 2]
-    assert states == [[State.OK], [State.OTHER_KEY]] * 2
+    assert states == [[api.State.OK], [api.State.OTHER_KEY]] * 2
 
 
 STEPS = st.integers(1, 3)
@@ -192,8 +191,8 @@ Change = Callable[[ModelDisk, str], object]
 def pin(disk: ModelDisk, name: str) -> None:
     store = Trainer(disk).store()
     for found in store.scan():
-        if (found.name, found.state) == (name, State.OK):
-            store.change_pins(found, lambda pins: (*pins, Pin(name=f"pin {len(pins)}")))
+        if (found.name, found.state) == (name, api.State.OK):
+            store.change_pins(found, lambda pins: (*pins, api.Pin(name=f"pin {len(pins)}")))
 
 
 def if_there(change: Change, of: Callable[[str], str]) -> Change:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests whose data is gone, and data whose manifest is gone: what is told of them, and to whom."""
+"""Manifests whose data is gone, and data whose manifest is gone: their reports."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resume, Resumption, Trust
-from ckptmgr.core.errors import UnprovenCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    Resume,
+    Resumption,
+    Skipped,
+    Trust,
+    UnprovenCheckpoint,
+)
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.series.candidates import Skipped
-from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.name_leases import hold_name
 from ckptmgr.store.recovery import remove_dead_temps
-from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run, run_json
+from tests.support import api
 from tests.support.surface import Loop
 
 KEY = b"k" * 32
@@ -44,8 +48,8 @@ def resumed(directory: Path, key: bytes | None = None) -> Resumption:
         return manager.resume({"step": 0})
 
 
-def states(directory: Path) -> dict[str, State]:
-    return {one.name: one.state for one in Store(directory).scan()}
+def states(directory: Path) -> dict[str, api.State]:
+    return {one.name: one.state for one in api.listed(directory)}
 
 
 def named(skipped: tuple[Skipped, ...]) -> list[str]:
@@ -89,9 +93,9 @@ def test_run_that_goes_on_after_a_missing_checkpoint_leaves_it_behind(tmp_path: 
     save(tmp_path, 10, 20)
     (tmp_path / TWENTY).unlink()
     assert resumed(tmp_path).step == 10
-    assert states(tmp_path)[TWENTY] is State.MISSING
+    assert states(tmp_path)[TWENTY] is api.State.MISSING
     save(tmp_path, 15)
-    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    assert states(tmp_path)[TWENTY] is api.State.LEFTOVER
     found = resumed(tmp_path)
     assert (found.step, found.skipped, found.doubt) == (15, (), None)
     assert set(states(tmp_path)) == {TEN, "ckpt-15.ckpt"}
@@ -120,21 +124,21 @@ def test_older_one_without_data_is_what_a_removal_left_and_goes_with_the_next_st
 ) -> None:
     save(tmp_path, 10, 20)
     (tmp_path / TEN).unlink()
-    assert states(tmp_path)[TEN] is State.LEFTOVER
+    assert states(tmp_path)[TEN] is api.State.LEFTOVER
     assert run("verify", tmp_path).exit_code == 0
     found = resumed(tmp_path)
     assert (found.step, found.skipped, found.doubt) == (20, (), None)
-    assert not (tmp_path / manifest_name(TEN)).exists()
+    assert not (tmp_path / api.manifest_name(TEN)).exists()
 
 
 def test_manifests_of_a_directory_that_is_being_copied_wait_for_their_data(tmp_path: Path) -> None:
     save(tmp_path / "run", 10, 20)
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in (manifest_name(TEN), manifest_name(TWENTY), TWENTY):
+    for name in (api.manifest_name(TEN), api.manifest_name(TWENTY), TWENTY):
         shutil.copy2(tmp_path / "run" / name, copy)
     assert resumed(copy).step == 20
-    assert (copy / manifest_name(TEN)).exists()
+    assert (copy / api.manifest_name(TEN)).exists()
 
 
 def unfinished(directory: Path, data: Path, *, is_live: bool) -> None:
@@ -145,10 +149,12 @@ def unfinished(directory: Path, data: Path, *, is_live: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_live", "state"), [(False, State.LEFTOVER), (True, State.WRITING)], ids=["dead", "live"]
+    ("is_live", "state"),
+    [(False, api.State.LEFTOVER), (True, api.State.WRITING)],
+    ids=["dead", "live"],
 )
 def test_manifest_beside_the_unfinished_file_that_it_describes_is_of_a_save(
-    tmp_path: Path, is_live: bool, state: State
+    tmp_path: Path, is_live: bool, state: api.State
 ) -> None:
     save(tmp_path / "run", 10, 20)
     data = shutil.move(tmp_path / "run" / TWENTY, tmp_path)
@@ -169,7 +175,7 @@ def test_unfinished_file_stays_beside_a_manifest_that_the_keys_do_not_prove(tmp_
     config = CheckpointConfig(enc_key=KEY)
     with CheckpointManager(directory, config, trust=Trust(allow_unencrypted=True)) as manager:
         assert (manager.resume({"step": 0}).step, manager.resume().skipped) == (10, ())
-    assert states(directory)[TWENTY] is State.LEFTOVER
+    assert states(directory)[TWENTY] is api.State.LEFTOVER
     assert resumed(directory).skipped == ()
     assert set(states(directory)) == {TEN}
 
@@ -183,7 +189,7 @@ def test_manifest_beside_the_unfinished_file_of_another_save_is_missing(tmp_path
     (other / TWENTY).write_bytes(data)
     (tmp_path / TWENTY).unlink()
     unfinished(tmp_path, other / TWENTY, is_live=False)
-    assert states(tmp_path)[TWENTY] is State.MISSING
+    assert states(tmp_path)[TWENTY] is api.State.MISSING
     assert named(resumed(tmp_path).skipped) == [TWENTY]
 
 
@@ -192,17 +198,17 @@ def test_manifest_whose_data_is_in_the_trash_is_one_half_of_a_prune(tmp_path: Pa
     batch = tmp_path / TRASH_NAME / "20260301T101500.000000Z"
     batch.mkdir(parents=True)
     shutil.move(tmp_path / TWENTY, batch)
-    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    assert states(tmp_path)[TWENTY] is api.State.LEFTOVER
 
 
 def test_copy_in_another_format_makes_the_original_superfluous(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, format="safetensors")
-    original = tmp_path / manifest_name("ckpt-20.safetensors")
+    original = tmp_path / api.manifest_name("ckpt-20.safetensors")
     data = original.read_bytes()
     assert run("convert", tmp_path, "--compression", "zstd").exit_code == 0
     assert not original.exists()
     original.write_bytes(data)  # as after a kill between the two
-    assert states(tmp_path)["ckpt-20.safetensors"] is State.LEFTOVER
+    assert states(tmp_path)["ckpt-20.safetensors"] is api.State.LEFTOVER
 
 
 def callback(directory: Path, **config: Any) -> ModelCheckpoint:
@@ -222,11 +228,11 @@ def train(directory: Path, *, is_resumed: bool) -> None:
 
 @pytest.mark.parametrize(
     ("is_resumed", "state"),
-    [(True, State.LEFTOVER), (False, State.MISSING)],
+    [(True, api.State.LEFTOVER), (False, api.State.MISSING)],
     ids=["resumed", "unrelated"],
 )
 def test_newest_of_the_run_before_is_superfluous_once_a_run_went_on_from_it(
-    tmp_path: Path, is_resumed: bool, state: State
+    tmp_path: Path, is_resumed: bool, state: api.State
 ) -> None:
     train(tmp_path, is_resumed=False)
     train(tmp_path, is_resumed=is_resumed)
@@ -255,7 +261,7 @@ def test_rollback_names_the_missing_one(tmp_path: Path) -> None:
 
 
 def lose_manifest(directory: Path, name: str) -> None:
-    (directory / manifest_name(name)).unlink()
+    (directory / api.manifest_name(name)).unlink()
 
 
 def test_data_without_manifest_beside_others_is_named_not_passed_over(tmp_path: Path) -> None:
@@ -293,13 +299,13 @@ def test_data_without_manifest_is_refused_with_a_key(tmp_path: Path) -> None:
 def other_key(directory: Path) -> None:
     """Put the manifest of another key, and a newer step, into a directory."""
     save(directory / "other", 10, 20, 30, key=b"o" * 32)
-    shutil.copy(directory / "other" / manifest_name(THIRTY), directory)
+    shutil.copy(directory / "other" / api.manifest_name(THIRTY), directory)
 
 
 def unreadable(directory: Path) -> None:
     """Damage a manifest beyond reading, and lose its data."""
-    os.chmod(directory / manifest_name(TWENTY), 0o600)
-    (directory / manifest_name(TWENTY)).write_bytes(b"{")
+    os.chmod(directory / api.manifest_name(TWENTY), 0o600)
+    (directory / api.manifest_name(TWENTY)).write_bytes(b"{")
     (directory / TWENTY).unlink()
 
 
@@ -331,7 +337,7 @@ def test_values_are_those_of_the_step(tmp_path: Path) -> None:
 def left_without_manifest(directory: Path) -> Path:
     """Leave data whose manifest is in a temporary file, as a disk may that reorders renames."""
     token = f"{ProcProcesses().token().rpartition('-')[0]}-1"
-    manifest = directory / manifest_name(TWENTY)
+    manifest = directory / api.manifest_name(TWENTY)
     return manifest.rename(directory / temp_name(manifest.name, token=token, series="ckpt"))
 
 
@@ -341,7 +347,7 @@ def test_data_whose_manifest_has_no_name_yet_is_left_by_a_save(
 ) -> None:
     save(tmp_path, 10, 20, key=key)
     left_without_manifest(tmp_path)
-    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    assert states(tmp_path)[TWENTY] is api.State.LEFTOVER
     found = resumed(tmp_path, key)
     assert (found.step, found.skipped, found.doubt) == (10, (), None)
     assert set(states(tmp_path)) == {TEN}
@@ -358,7 +364,7 @@ def test_data_stays_a_leftover_where_the_manifest_without_a_name_is_not_proven(
     with CheckpointManager(tmp_path, config, trust=Trust(allow_unencrypted=key is None)) as manager:
         manager.resume({"step": 0}) if key is None else manager.save(30, {"step": 30})
     assert temp.exists()
-    assert states(tmp_path)[TWENTY] is State.LEFTOVER
+    assert states(tmp_path)[TWENTY] is api.State.LEFTOVER
 
 
 def test_file_without_a_manifest_stays_beside_the_manifest_of_other_data(tmp_path: Path) -> None:
@@ -366,7 +372,7 @@ def test_file_without_a_manifest_stays_beside_the_manifest_of_other_data(tmp_pat
     temp = left_without_manifest(tmp_path)
     shutil.copy(tmp_path / TEN, tmp_path / "other")
     (tmp_path / "other").replace(tmp_path / TWENTY)
-    assert states(tmp_path)[TWENTY] is State.UNVERIFIED
+    assert states(tmp_path)[TWENTY] is api.State.UNVERIFIED
     resumed(tmp_path)
     assert (tmp_path / TWENTY).exists()
     assert not temp.exists()
@@ -377,9 +383,9 @@ def test_data_that_another_process_saves_stays_beside_the_manifest_without_a_nam
 ) -> None:
     save(tmp_path, 10, 20)
     left_without_manifest(tmp_path)
-    with hold_name(OsFileSystem(), tmp_path, TWENTY):
+    with hold_name(api.OsFileSystem(), tmp_path, TWENTY):
         assert resumed(tmp_path).step == 10
-        assert states(tmp_path)[TWENTY] is State.LEFTOVER
+        assert states(tmp_path)[TWENTY] is api.State.LEFTOVER
     assert resumed(tmp_path).step == 10
     assert TWENTY not in states(tmp_path)
 
@@ -389,6 +395,6 @@ def test_reaping_after_a_worker_keeps_the_manifest_that_published_data_lacks(
 ) -> None:
     save(tmp_path, 10, 20)
     temp = left_without_manifest(tmp_path)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     assert remove_dead_temps(store.fs, tmp_path, store.processes) == []
     assert temp.exists()

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
-from ckptmgr.core.errors import StoreFull
-from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, StoreFull
 from ckptmgr.store.name_limits import check_name_lengths
 from tests.parallel.ranks import Meeting, Seat
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.surface import Loop
 
@@ -90,12 +89,12 @@ def test_directory_that_cannot_be_looked_at_has_the_usual_limit() -> None:
         )
 
 
-class NoInodes(OsFileSystem):
+class NoInodes(api.OsFileSystem):
     """A disk with space, but without room for one more file."""
 
     is_full = False
 
-    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> api.OutputFile:
         if self.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return super().create(path, mode=mode, owner_of=owner_of)
@@ -119,7 +118,7 @@ def test_disk_without_inodes_says_so_and_not_that_space_is_missing(tmp_path: Pat
 
 
 def test_inodes_of_the_real_disk_are_those_of_statvfs(tmp_path: Path) -> None:
-    figures, free = os.statvfs(tmp_path), OsFileSystem().free_inodes(tmp_path)
+    figures, free = os.statvfs(tmp_path), api.OsFileSystem().free_inodes(tmp_path)
     assert (free is None) == (figures.f_files == 0)
 
 
@@ -134,7 +133,7 @@ def test_real_disk_without_inodes_says_so_for_each_file(tmp_path: Path) -> None:
         manager = CheckpointManager(tmp_path)
         manager.save(1, {"w": 1})
         taken = 0
-        while OsFileSystem().free_inodes(tmp_path):
+        while api.OsFileSystem().free_inodes(tmp_path):
             (tmp_path / f"other-{(taken := taken + 1)}").touch()
         with pytest.raises(StoreFull, match="no inodes left"):
             manager.save(2, {"w": 2})

@@ -15,24 +15,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem
-from ckptmgr.maintenance.prune import carry_out, propose, undo
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    StoreLocked,
+    load_checkpoint,
+    parse_policy,
+    save_checkpoint,
+)
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import change_leases, trash
-from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.maintenance.verify import was_removed
+from ckptmgr.store import change_leases
 from ckptmgr.store.name_leases import hold_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
-from tests.support import rekeying
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
+from tests.support import api, rekeying
+from tests.support.pruning import carry_out, propose
 from tests.support.rekeying import opens, ring
 from tests.support.runs import manager_on
 from tests.support.saved import flip
@@ -62,15 +65,15 @@ def saved_three(root: Path) -> Path:
 
 
 def found(directory: Path, name: str) -> Checkpoint | None:
-    return next((c for c in Store(directory).scan() if c.name == name), None)
+    return next((c for c in api.listed(directory) if c.name == name), None)
 
 
 def assert_new(directory: Path, name: str) -> None:
-    """Assert that a name holds what the visitor saved."""
+    """Assert that a name holds the checkpoint of the visitor."""
     checkpoint = found(directory, name)
     assert checkpoint is not None
-    assert checkpoint.state is State.OK
-    assert verify_checkpoint(Store(directory), checkpoint).status is Status.OK
+    assert checkpoint.state is api.State.OK
+    assert api.verify(api.place(directory), checkpoint).status is api.Status.OK
     assert load_checkpoint(directory / name)["w"].tolist() == [NEW] * 3
 
 
@@ -95,7 +98,7 @@ class Visitor:
             self.has_saved = True
 
 
-Act = Callable[[FileSystem], object]
+Act = Callable[[api.FileSystem], object]
 Decide = Callable[[Path], Act]
 
 
@@ -108,7 +111,7 @@ def visits(
         root: Where there is room for them.
         name: Of the file that is saved.
         prepared: A directory to begin with.
-        decide: Looks at one, and returns what is done then.
+        decide: Looks at one, and returns the action.
         save: Saves the file.
         every: Leave out all calls but every second, third ..., to save time.
 
@@ -132,20 +135,20 @@ def visits(
 
 
 def prune(directory: Path, *, at_once: bool = False) -> Act:
-    proposal = propose(Store(directory), parse_policy("last(1)"), now=NOW)
-    return lambda fs: carry_out(Store(directory, fs=fs), proposal, at_once=at_once)
+    proposal = propose(api.place(directory), parse_policy("last(1)"), now=NOW)
+    return lambda fs: carry_out(api.place(directory, fs=fs), proposal, at_once=at_once)
 
 
 def remove(directory: Path) -> Act:
-    chosen = [c for c in Store(directory).scan() if c.name != "net-1_3.ckpt"]
-    return lambda fs: Store(directory, fs=fs).remove(chosen)
+    chosen = [c for c in api.listed(directory) if c.name != "net-1_3.ckpt"]
+    return lambda fs: api.place(directory, fs=fs).remove(chosen)
 
 
 def put_in_trash(directory: Path) -> Act:
-    store = Store(directory)
+    store = api.place(directory)
     chosen = [c for c in store.scan() if c.name != "net-1_3.ckpt"]
-    into = trash.new_batch_path(store, NOW)
-    return lambda fs: trash.throw_away(Store(directory, fs=fs), chosen, into)
+    into = DirectoryTrash(store).new_batch_path(NOW)
+    return lambda fs: DirectoryTrash(api.place(directory, fs=fs)).throw_away(chosen, into)
 
 
 @pytest.mark.parametrize("decide", [prune, partial(prune, at_once=True), remove, put_in_trash])
@@ -161,10 +164,10 @@ def test_file_that_is_saved_while_its_name_is_removed_stays(
 
 def test_file_that_is_saved_while_its_name_comes_back_from_the_trash_stays(fast_path: Path) -> None:
     prepared = saved_three(fast_path)
-    prune(prepared)(OsFileSystem())
+    prune(prepared)(api.OsFileSystem())
 
     def decide(directory: Path) -> Act:
-        return lambda fs: undo(Store(directory, fs=fs))
+        return lambda fs: undo(api.place(directory, fs=fs))
 
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide):
         if visitor.has_saved:
@@ -187,13 +190,13 @@ def test_file_that_is_saved_while_its_leftover_is_collected_stays(
 
     def decide(directory: Path) -> Act:
         tomorrow = time.time() + 2 * 86_400
-        return lambda fs: Store(directory, fs=fs, clock=lambda: tomorrow).recover("net")
+        return lambda fs: api.place(directory, fs=fs, clock=lambda: tomorrow).recover("net")
 
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", leftover(fast_path), decide):
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
         else:
-            assert not (directory / manifest_name("net-1_1.ckpt")).exists()
+            assert not (directory / api.manifest_name("net-1_1.ckpt")).exists()
 
 
 def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
@@ -205,7 +208,7 @@ def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
             manager.save(step, {"w": np.zeros(3, np.float32)})
 
     def decide(directory: Path) -> Act:
-        def go_on(fs: FileSystem) -> None:
+        def go_on(fs: api.FileSystem) -> None:
             config = CheckpointConfig(keep="last(1)")
             with manager_on(directory, config, fs=fs, prefix="net") as manager:
                 manager.resume()
@@ -228,10 +231,10 @@ def saved_compressible(root: Path) -> Path:
 
 
 def compress(directory: Path) -> Act:
-    def act(fs: FileSystem) -> None:
-        store = Store(directory, fs=fs)
-        (checkpoint,) = Store(directory).scan()
-        recompress(store, checkpoint, level=1, options=ReadOptions())
+    def act(fs: api.FileSystem) -> None:
+        store = api.place(directory, fs=fs)
+        (checkpoint,) = api.listed(directory)
+        recompress(store, checkpoint, level=1, options=api.reading())
 
     return act
 
@@ -261,20 +264,20 @@ def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(fast_
 def test_checkpoint_that_is_removed_while_it_is_verified_is_known_to_be_gone(
     fast_path: Path,
 ) -> None:
-    store = Store(saved_three(fast_path))
+    store = api.place(saved_three(fast_path))
     first, second, third = sorted(store.scan(), key=lambda c: c.name)
     first.path.unlink()
-    removed, whole = verify_checkpoint(store, first), verify_checkpoint(store, third)
+    removed, whole = api.verify(store, first), api.verify(store, third)
     flip(second.path, -1)
     assert was_removed(store, removed)
     assert not was_removed(store, whole)
-    assert not was_removed(store, verify_checkpoint(store, second))
+    assert not was_removed(store, api.verify(store, second))
 
 
 def test_prune_leaves_no_lease_file_behind_that_was_not_there(fast_path: Path) -> None:
     directory = saved_three(fast_path)
-    prune(directory)(OsFileSystem())
-    undo(Store(directory))
+    prune(directory)(api.OsFileSystem())
+    undo(api.place(directory))
     assert not list(directory.glob(".*.lease"))
 
 
@@ -284,11 +287,13 @@ def save_encrypted(path: Path) -> None:
     )
 
 
-def change_keys(directory: Path, apply: Callable[[Store, Checkpoint, KeyChange], object]) -> Act:
+def change_keys(
+    directory: Path, apply: Callable[[api.Place, Checkpoint, KeyChange], object]
+) -> Act:
     listing = open_for_rekeying(directory, rekeying.ROTATION)
     (checkpoint,) = listing.scan()
 
-    def act(fs: FileSystem) -> None:
+    def act(fs: api.FileSystem) -> None:
         store = open_for_rekeying(directory, rekeying.ROTATION, fs=fs)
         apply(store, checkpoint, rekeying.ROTATION)
 
@@ -298,7 +303,7 @@ def change_keys(directory: Path, apply: Callable[[Store, Checkpoint, KeyChange],
 @pytest.mark.slow
 @pytest.mark.parametrize("apply", [rekey_checkpoint, reencrypt_checkpoint])
 def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
-    fast_path: Path, apply: Callable[[Store, Checkpoint, KeyChange], object]
+    fast_path: Path, apply: Callable[[api.Place, Checkpoint, KeyChange], object]
 ) -> None:
     name = "net-1.safetensors.ckpe"
     rekeying.save_run(directory=fast_path / "prepared", steps=1)
@@ -324,7 +329,7 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
     prepared = saved_three(fast_path)
 
     def decide(directory: Path) -> Act:
-        def pin(fs: FileSystem) -> None:
+        def pin(fs: api.FileSystem) -> None:
             with manager_on(directory, fs=fs, prefix="net") as manager:
                 manager.pin("net-1_1.ckpt")
 
@@ -337,16 +342,16 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
 
 def test_checkpoint_that_is_gone_already_is_no_failure_of_its_removal(fast_path: Path) -> None:
     directory = saved_three(fast_path)
-    chosen = [c for c in Store(directory).scan() if c.name != "net-1_3.ckpt"]
+    chosen = [c for c in api.listed(directory) if c.name != "net-1_3.ckpt"]
     for checkpoint in chosen:
         checkpoint.path.unlink()
-    assert Store(directory).remove(chosen) == []
+    assert api.place(directory).remove(chosen) == []
 
 
 def test_checkpoint_that_has_the_name_of_its_series_is_removed_under_that_lease(
     fast_path: Path,
 ) -> None:
-    store = Store(saved_three(fast_path))
+    store = api.place(saved_three(fast_path))
     chosen = [replace(c, series=c.name) for c in store.scan() if c.name == "net-1_1.ckpt"]
     with store.lease("net-1_1.ckpt"):
         assert store.remove(chosen) == []
@@ -355,21 +360,21 @@ def test_checkpoint_that_has_the_name_of_its_series_is_removed_under_that_lease(
 
 def test_undo_leaves_a_name_in_the_trash_that_somebody_is_saving_under(fast_path: Path) -> None:
     directory = saved_three(fast_path)
-    prune(directory)(OsFileSystem())
-    with hold_name(OsFileSystem(), directory, "net-1_1.ckpt"):
-        undone = undo(Store(directory))
+    prune(directory)(api.OsFileSystem())
+    with hold_name(api.OsFileSystem(), directory, "net-1_1.ckpt"):
+        undone = undo(api.place(directory))
     assert undone.taken == ("net-1_1.ckpt",)
     assert found(directory, "net-1_1.ckpt") is None
-    assert undo(Store(directory)).taken == ()
+    assert undo(api.place(directory)).taken == ()
     assert found(directory, "net-1_1.ckpt") is not None
 
 
 def test_prune_leaves_old_trash_alone_while_it_is_restored(fast_path: Path) -> None:
     directory = saved_three(fast_path)
-    prune(directory)(OsFileSystem())
-    store = Store(directory)
+    prune(directory)(api.OsFileSystem())
+    store = api.place(directory)
     old = propose(store, parse_policy("last(1)"), now=NOW + timedelta(days=9))
-    with hold_name(OsFileSystem(), directory, trash.TRASH_NAME):
+    with hold_name(api.OsFileSystem(), directory, TRASH_NAME):
         outcome = carry_out(store, old)
     assert outcome.failures == []
     assert outcome.notes == ["left the trash alone: another process restores or removes it"]

@@ -11,13 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.model import Pin, State
+from ckptmgr import CheckpointConfig, CheckpointManager, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, encode, manifest_name
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES
+from tests.support import api
 from tests.support.cut_overwrites import NAME, save
 from tests.support.manifests import manifest
 
@@ -25,7 +22,7 @@ GIB = 1 << 30
 
 
 def entries(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return the names in a directory, each with what it is and since when."""
+    """Return the names in a directory, each with its kind and time."""
     return {one.name: (one.lstat().st_mode, one.lstat().st_mtime_ns) for one in directory.iterdir()}
 
 
@@ -33,17 +30,17 @@ def test_checkpoint_with_a_link_as_its_manifest_is_damaged_and_not_changed(
     tmp_path: Path,
 ) -> None:
     save(tmp_path, "plain", 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to("elsewhere")
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (found,) = [one for one in store.scan() if one.name == NAME]
     assert (found.state, found.problem) == (
-        State.CORRUPT,
+        api.State.CORRUPT,
         "the manifest is a link or no regular file",
     )
     with pytest.raises(CorruptCheckpoint, match="the manifest is a link"):
-        store.change_pins(found, lambda pins: (*pins, Pin(name="best", reason="")))
+        store.change_pins(found, lambda pins: (*pins, api.Pin(name="best", reason="")))
     with pytest.raises(CorruptCheckpoint, match="the manifest is a link"):
         save(tmp_path, "plain", 2)
     assert path.is_symlink()
@@ -51,14 +48,14 @@ def test_checkpoint_with_a_link_as_its_manifest_is_damaged_and_not_changed(
 
 def test_huge_manifest_is_refused_by_its_size_alone(tmp_path: Path) -> None:
     save(tmp_path, "plain", 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     path.unlink()
     path.touch()
     os.truncate(path, GIB)
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     (found,) = [one for one in store.scan() if one.name == NAME]
     assert (found.state, found.problem) == (
-        State.CORRUPT,
+        api.State.CORRUPT,
         f"has {GIB} bytes, a manifest at most {MAX_MANIFEST_BYTES}",
     )
     assert store.recover("net") == []
@@ -75,7 +72,7 @@ def test_manifest_that_nobody_would_read_is_not_written() -> None:
     digest = FileDigest(size_bytes=len(ranges), ranges=ranges, range_bytes=1)
     huge = replace(manifest(), file=replace(manifest().file, digest=digest))
     with pytest.raises(UnsupportedCheckpoint, match=f"of {MAX_MANIFEST_BYTES}"):
-        encode(huge)
+        api.encode_manifest(huge)
 
 
 @pytest.mark.parametrize("is_manifest", [False, True])
@@ -85,10 +82,10 @@ def test_what_is_no_file_harms_nobody_and_stays(
 ) -> None:
     save(tmp_path, "plain", 1)
     odd = tmp_path / "net-2_2.ckpt"
-    make(tmp_path / manifest_name(odd.name) if is_manifest else odd)
+    make(tmp_path / api.manifest_name(odd.name) if is_manifest else odd)
     before = entries(tmp_path)
-    store = Store(tmp_path)
-    assert [one.name for one in store.scan() if one.state is State.OK] == [NAME]
+    store = api.place(tmp_path)
+    assert [one.name for one in store.scan() if one.state is api.State.OK] == [NAME]
     assert store.recover("net") == []
     assert entries(tmp_path) == before
 

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, UnsealedCheckpoint
-from ckptmgr.core.trust import Trust
-from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, manifest_name
+from ckptmgr import KeyProblem, UnsealedCheckpoint, load_checkpoint, save_checkpoint
+from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES
 from ckptmgr.store.manifest.reader import ManifestContent
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.cut_overwrites import (
     NAME,
     OVERWRITES,
@@ -30,7 +28,7 @@ from tests.support.saved import overwrite
 @pytest.mark.parametrize(("old", "new"), OVERWRITES)
 def test_failed_overwrite_leaves_the_manifest_as_it_was(tmp_path: Path, old: str, new: str) -> None:
     save(tmp_path, old, 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     path.chmod(0o440)
     before = (path.read_bytes(), path.stat().st_mode)
     fail(tmp_path, new, is_power_cut=False)
@@ -42,7 +40,7 @@ def test_overwrite_that_is_finished_later_leaves_the_modes_of_any_save(
     tmp_path: Path, mode: int
 ) -> None:
     save(tmp_path, "plain", 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     path.chmod(mode)
     fail(tmp_path, "plain", is_power_cut=True, is_late=True)
     assert path.stat().st_mode & 0o777 == mode
@@ -52,7 +50,7 @@ def test_overwrite_that_is_finished_later_leaves_the_modes_of_any_save(
 
 def test_failed_overwrite_of_a_bare_file_leaves_no_manifest(tmp_path: Path) -> None:
     save(tmp_path, "old key", 1)
-    (tmp_path / manifest_name(NAME)).unlink()
+    (tmp_path / api.manifest_name(NAME)).unlink()
     fail(tmp_path, "new key", is_power_cut=False)
     assert [one.name for one in tmp_path.glob("net*")] == [NAME]
 
@@ -62,7 +60,7 @@ def test_overwrite_that_the_power_cut_ended_is_undone_with_the_old_proofs(
     tmp_path: Path, old: str, new: str
 ) -> None:
     save(tmp_path, old, 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     path.chmod(0o440)
     before = path.read_bytes()
     fail(tmp_path, new, is_power_cut=True)
@@ -87,7 +85,7 @@ def test_what_was_not_proven_is_not_while_it_is_replaced(
 def test_what_was_proven_stays_so_while_it_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, "signed", 1)
     fail(tmp_path, "signed", is_power_cut=True)
-    strict = Store(tmp_path, trust=Trust(trusted_keys=(SIGNER.public_key,)))
+    strict = api.place(tmp_path, trusted_keys=(SIGNER.public_key,))
     found = strict.read_manifest(NAME)
     assert found is not None
     assert (found.step, found.signed_by) == (1, SIGNER.public_key.key_id)
@@ -96,9 +94,9 @@ def test_what_was_proven_stays_so_while_it_is_replaced(tmp_path: Path) -> None:
 def test_recovery_does_not_sign_what_nobody_signed(tmp_path: Path) -> None:
     save(tmp_path, "plain", 1)
     fail(tmp_path, "plain", is_power_cut=True)
-    before = (tmp_path / manifest_name(NAME)).read_bytes()
+    before = (tmp_path / api.manifest_name(NAME)).read_bytes()
     store_of(tmp_path, "signed").recover("net")
-    assert (tmp_path / manifest_name(NAME)).read_bytes() == before
+    assert (tmp_path / api.manifest_name(NAME)).read_bytes() == before
 
 
 class PowerCut(FailingRename):
@@ -117,7 +115,7 @@ def test_single_file_that_a_signed_save_was_to_replace_is_not_trusted(
         patch.setattr("ckptmgr.store.store.OsFileSystem", PowerCut)
         with pytest.raises(OSError, match="the disk is gone"):
             save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
-    store = Store(tmp_path, trust=Trust(trusted_keys=(SIGNER.public_key,)))
+    store = api.place(tmp_path, trusted_keys=(SIGNER.public_key,))
     with pytest.raises(KeyProblem):
         store.read_manifest(NAME)
     save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
@@ -131,7 +129,7 @@ def test_manifest_that_is_no_text_or_too_large_is_not_kept_in_another(data: byte
 
 def test_damaged_manifest_is_put_back_as_it_was(tmp_path: Path) -> None:
     save(tmp_path, "plain", 1)
-    path = tmp_path / manifest_name(NAME)
+    path = tmp_path / api.manifest_name(NAME)
     overwrite(path, b"\xff damaged")
     fail(tmp_path, "signed", is_power_cut=False)
     assert path.read_bytes() == b"\xff damaged"

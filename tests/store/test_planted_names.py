@@ -16,16 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptmgr
-from ckptmgr import CheckpointConfig, CheckpointManager, Mirror
-from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
+from ckptmgr import CheckpointConfig, CheckpointManager, Mirror, UnsafePrune, UnsafeWrite
 from ckptmgr.core.names import DATA_SUFFIXES
 from ckptmgr.core.shard_names import is_checkpoint_name, parse_shard_name
 from ckptmgr.objects.directory import data_key
-from ckptmgr.objects.requests import open_objects
-from ckptmgr.store.manifest.codec import encode, manifest_name
-from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, run
 from tests.remote.buckets import new_url
+from tests.support import api
 from tests.support.planted import FOREIGN_NAMES, SHARD, describing, plant, plant_temp
 
 CONTENT = b"print('my only copy')\n"
@@ -41,7 +38,7 @@ def train(directory: Path, *steps: int, **options: object) -> None:
 
 
 def steps_in(directory: Path) -> list[int]:
-    return sorted(one.step for one in Store(directory).scan() if one.is_countable)
+    return sorted(one.step for one in api.listed(directory) if one.is_countable)
 
 
 @pytest.fixture
@@ -93,7 +90,7 @@ def act_empty_trash(runs: Path) -> None:
 def act_copy(runs: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    assert not [one.key for one in open_objects(url).list() if "net-" not in one.key]
+    assert not [one.key for one in api.open_objects(url).list() if "net-" not in one.key]
 
 
 ACTS = [
@@ -165,8 +162,8 @@ def test_planted_manifest_changes_no_answer_and_no_byte_outside_the_checkpoints(
             if is_temp:
                 plant_temp(runs, name, CONTENT)
             else:
-                (runs / manifest_name(name)).write_bytes(
-                    encode(describing(runs, name, CONTENT, step=step))
+                (runs / api.manifest_name(name)).write_bytes(
+                    api.encode_manifest(describing(runs, name, CONTENT, step=step))
                 )
         if "ckptmgr.toml" in planted:  # another rule holds for a policy
             (runs / "ckptmgr.toml").unlink(missing_ok=True) if (
@@ -203,10 +200,10 @@ def test_name_of_a_checkpoint_is_neither_hidden_nor_that_of_a_rank_nor_of_anothe
 def test_copy_from_an_address_brings_no_file_of_another_kind(runs: Path, tmp_path: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     for name in FOREIGN_NAMES:
         manifest = describing(runs, name, CONTENT, step=99)
-        objects.create(manifest_name(name), encode(manifest))
+        objects.create(api.manifest_name(name), api.encode_manifest(manifest))
         objects.put(data_key(manifest, manifest.file), [CONTENT], len(CONTENT))
     target = tmp_path / "copy"
     assert run("copy", url, target).exit_code == 0
@@ -220,10 +217,10 @@ def test_copy_from_an_address_brings_no_file_of_another_kind(runs: Path, tmp_pat
 def test_resume_from_a_mirror_brings_no_file_of_another_kind(runs: Path, tmp_path: Path) -> None:
     url = new_url()
     assert run("copy", runs, url).exit_code == 0
-    objects = open_objects(url)
+    objects = api.open_objects(url)
     for name in FOREIGN_NAMES:
         manifest = describing(runs, name, CONTENT, step=99)
-        objects.create(manifest_name(name), encode(manifest))
+        objects.create(api.manifest_name(name), api.encode_manifest(manifest))
         objects.put(data_key(manifest, manifest.file), [CONTENT], len(CONTENT))
     target = tmp_path / "resumed"
     config = CheckpointConfig()
@@ -244,7 +241,7 @@ def test_file_of_a_rank_in_a_manifest_of_its_own_stays_in_the_newest_checkpoint(
 def test_single_file_under_another_name_is_loaded_and_verified_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "model.bin"
     ckptmgr.save_state({"w": np.arange(3.0)}, path, format="safetensors")
-    assert Store(tmp_path).scan() == []
+    assert api.listed(tmp_path) == []
     state: Any = ckptmgr.load_state(path)
     np.testing.assert_array_equal(state["w"], np.arange(3.0))
     assert run("verify", path).exit_code == 0
@@ -257,10 +254,10 @@ def test_single_file_under_another_name_is_not_removed_by_name(tmp_path: Path, r
     refused = run("rm", path, "--yes")
     assert refused.exit_code != 0
     assert "by hand" in refused.stderr
-    found = Store(runs).look("model.bin")
+    found = api.place(runs).look("model.bin")
     assert found is not None
-    with Store(runs).lease(found.series), pytest.raises(UnsafePrune, match="no run saves"):
-        Store(runs).remove([found])
+    with api.place(runs).lease(found.series), pytest.raises(UnsafePrune, match="no run saves"):
+        api.place(runs).remove([found])
     assert path.exists()
 
 
@@ -278,4 +275,4 @@ def test_download_of_a_name_of_another_kind_is_refused(tmp_path: Path) -> None:
     from tests.remote.buckets import directory_of, new_objects
 
     with pytest.raises(UnsafeWrite, match="is not downloaded"):
-        download(directory_of(new_objects()), "train.py", Store(tmp_path))
+        download(directory_of(new_objects()), "train.py", api.place(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an overwrite by others keeps: it opens the old file for those who could open it, and for nobody and nothing else."""
+"""The manifest that an overwrite by others keeps opens the old file for those who could open it, and for no one else."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, KeyProblem, TamperedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import Manifest, decode, encode, manifest_name
-from ckptmgr.store.store import Store
+from ckptmgr import CkptmgrError, KeyProblem, TamperedCheckpoint
+from tests.support import api
 from tests.support.cut_overwrites import (
     NAME,
     OVERWRITES,
@@ -31,7 +25,7 @@ from tests.support.rekeying import NEW, OLD, OTHER
 from tests.support.saved import overwrite
 
 PROVEN = [(old, new) for old, new in OVERWRITES if old != "plain" and new != old]
-_MANIFEST = manifest_name(NAME)
+_MANIFEST = api.manifest_name(NAME)
 
 
 def cut(directory: Path, old: str = "old key", new: str = "new key") -> bytes:
@@ -42,15 +36,16 @@ def cut(directory: Path, old: str = "old key", new: str = "new key") -> bytes:
     return before
 
 
-def keep(directory: Path, kept: bytes, *, key: Key | None = NEW, times: int = 1) -> None:
+def keep(directory: Path, kept: bytes, *, key: api.Key | None = NEW, times: int = 1) -> None:
     """Put a manifest file into that of an overwrite under a key, and that into another one."""
     path = directory / _MANIFEST
     for _ in range(times):
-        mine = decode((directory / _MANIFEST).read_bytes(), path=path)
+        mine = api.decode_manifest((directory / _MANIFEST).read_bytes(), path=path)
         old = mine.replaces or mine
         text = kept.decode()
-        kept = encode(
-            replace(mine, auth=None, replaces=replace(old, preserved=text)), trust=Trust(keys=key)
+        kept = api.encode_manifest(
+            replace(mine, auth=None, replaces=replace(old, preserved=text)),
+            trust=api.Trust(keys=key),
         )
     overwrite(path, kept)
 
@@ -61,23 +56,22 @@ def test_old_file_opens_with_its_own_keys_when_others_lost_power_over_it(
 ) -> None:
     before = cut(tmp_path, old, new)
     store = strict_store_of(tmp_path, old)
-    (checkpoint,) = [one for one in store.scan() if one.state is State.OK]
-    answer = verify_checkpoint(
+    (checkpoint,) = [one for one in store.scan() if one.state is api.State.OK]
+    answer = api.verify(
         store,
         checkpoint,
-        options=ReadOptions(
-            trust=Trust(keys=WRITERS[old][0], trusted_keys=store.trust.trusted_keys)
-        ),
+        keys=WRITERS[old][0],
+        trusted_keys=store.trust.trusted_keys,
     )
     key, signing_key = WRITERS[old]
     trusted = () if signing_key is None else (signing_key.public_key,)
-    expected = decode(
+    expected = api.decode_manifest(
         before,
         path=tmp_path / _MANIFEST,
-        trust=Trust(keys=key, trusted_keys=trusted, allow_unencrypted=True),
+        trust=api.Trust(keys=key, trusted_keys=trusted, allow_unencrypted=True),
     )
     found = store.read_manifest(NAME)
-    assert answer.status is Status.OK
+    assert answer.status is api.Status.OK
     assert found == expected
     assert found is not None
     assert (found.auth, found.signed_by) == (expected.auth, expected.signed_by)
@@ -136,37 +130,39 @@ def test_owner_who_loses_power_over_the_overwrite_of_others_keeps_the_old_proofs
 def test_file_under_other_keys_is_listed_with_the_size_it_has(tmp_path: Path) -> None:
     cut(tmp_path, "old key", "new key")
     (found,) = [
-        one
-        for one in Store(tmp_path, trust=Trust(keys=OTHER, allow_unencrypted=True)).scan()
-        if one.name == NAME
+        one for one in api.listed(tmp_path, keys=OTHER, allow_unencrypted=True) if one.name == NAME
     ]
-    assert found.state is State.UNVERIFIED
+    assert found.state is api.State.UNVERIFIED
 
 
-def other_name(found: Manifest) -> Manifest:
+def other_name(found: api.Manifest) -> api.Manifest:
     return replace(found, file=replace(found.file, name="net-2_2.ckpt"))
 
 
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda found: encode(found, trust=Trust(keys=OTHER)),
-        lambda found: encode(replace(found, auth=None)),
-        lambda found: encode(found, trust=Trust(keys=OLD)).replace(b'"step": 1,', b'"step": 9,'),
-        lambda found: encode(other_name(found), trust=Trust(keys=OLD)),
+        lambda found: api.encode_manifest(found, trust=api.Trust(keys=OTHER)),
+        lambda found: api.encode_manifest(replace(found, auth=None)),
+        lambda found: api.encode_manifest(found, trust=api.Trust(keys=OLD)).replace(
+            b'"step": 1,', b'"step": 9,'
+        ),
+        lambda found: api.encode_manifest(other_name(found), trust=api.Trust(keys=OLD)),
         lambda found: b"no manifest",
         lambda found: b"[" * 100_000,
-        lambda found: encode(found, trust=Trust(keys=OLD)) + b" " * (8 << 20),
+        lambda found: api.encode_manifest(found, trust=api.Trust(keys=OLD)) + b" " * (8 << 20),
     ],
     ids=["other key", "no proof", "changed", "other name", "no JSON", "nested", "large"],
 )
 def test_kept_manifest_that_the_keys_do_not_prove_is_not_accepted(
-    tmp_path: Path, forge: Callable[[Manifest], bytes]
+    tmp_path: Path, forge: Callable[[api.Manifest], bytes]
 ) -> None:
     path = tmp_path / _MANIFEST
     forged = forge(
         replace(
-            decode(cut(tmp_path), path=path, trust=Trust(keys=OLD, allow_unencrypted=True)),
+            api.decode_manifest(
+                cut(tmp_path), path=path, trust=api.Trust(keys=OLD, allow_unencrypted=True)
+            ),
             auth=None,
         )
     )
@@ -219,25 +215,27 @@ READERS = {
     [*itertools.product(READERS, (NEW, None), (OLD, NEW, None))],
 )
 def test_kept_manifest_counts_at_most_as_if_it_had_been_put_there(
-    tmp_path: Path, reader: str, keeper: Key | None, proof: Key | None
+    tmp_path: Path, reader: str, keeper: api.Key | None, proof: api.Key | None
 ) -> None:
     path = tmp_path / _MANIFEST
     found = replace(
-        decode(cut(tmp_path), path=path, trust=Trust(keys=OLD, allow_unencrypted=True)),
+        api.decode_manifest(
+            cut(tmp_path), path=path, trust=api.Trust(keys=OLD, allow_unencrypted=True)
+        ),
         auth=None,
         step=5,
     )
-    kept = encode(found, trust=Trust(keys=proof))
+    kept = api.encode_manifest(found, trust=api.Trust(keys=proof))
     keep(tmp_path, kept, key=keeper)
     key, is_strict = READERS[reader]
-    store = Store(tmp_path, trust=Trust(keys=key, allow_unencrypted=not (is_strict)))
+    store = api.place(tmp_path, keys=key, allow_unencrypted=not (is_strict))
     from_keeper = outcome(store)
     overwrite(path, kept)
-    made_up = 1  # what a reader who is not strict hears of a file that nobody vouches for
+    made_up = 1  # of a file without proof, for a reader who is not strict
     assert from_keeper in (outcome(store), KeyProblem, *([] if is_strict else [made_up]))
 
 
-def outcome(store: Store) -> int | type[Exception]:
+def outcome(store: api.Place) -> int | type[Exception]:
     """Return the step that a manifest says; or that it is not accepted."""
     try:
         found = store.read_manifest(NAME)

@@ -24,23 +24,19 @@ from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
     CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
     ModelCheckpoint,
+    TamperedCheckpoint,
+    Trust,
+    UnprovenCheckpoint,
+    UnsealedCheckpoint,
     load_checkpoint,
     open_checkpoint,
     save_checkpoint,
 )
-from ckptmgr.core.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnprovenCheckpoint,
-    UnsealedCheckpoint,
-)
-from ckptmgr.core.model import Pin, State
-from ckptmgr.core.trust import Trust, public_keys
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.core.trust import public_keys
+from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.rekey import (
@@ -51,34 +47,35 @@ from ckptmgr.maintenance.rekey import (
     rekey_checkpoint,
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
-from ckptmgr.store.manifest.codec import PLACEHOLDER, decode, encode, manifest_name
+from ckptmgr.store.manifest.codec import PLACEHOLDER
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.manifest.proofs import PAYLOAD_TYPE, canonical
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.manifests import PATH, manifest
 from tests.support.rekeying import NEW, ring
 from tests.support.saved import flip, only, overwrite, save_run
 from tests.support.surface import Loop
 
-KEY, SIGNER, OTHER = Key(bytes(32)), SigningKey(bytes(range(32))), SigningKey(bytes(32))
+KEY, SIGNER, OTHER = api.Key(bytes(32)), api.SigningKey(bytes(range(32))), api.SigningKey(bytes(32))
 TRUSTED = (SIGNER.public_key,)
 VECTORS = Path(__file__).parents[1] / "vectors/manifests"
 
 
 def signed(
-    change: Callable[[dict[str, Any]], object] = lambda _: None, key: Key | None = None
+    change: Callable[[dict[str, Any]], object] = lambda _: None, key: api.Key | None = None
 ) -> bytes:
-    document = json.loads(encode(manifest(), trust=Trust(keys=key, signing_key=SIGNER)))
+    document = json.loads(
+        api.encode_manifest(manifest(), trust=api.Trust(keys=key, signing_key=SIGNER))
+    )
     change(document)
     return json.dumps(document).encode()
 
 
 def test_signed_manifest_names_its_signer_when_the_key_is_trusted() -> None:
-    read = decode(
+    read = api.decode_manifest(
         signed(),
         path=PATH,
-        trust=Trust(
+        trust=api.Trust(
             trusted_keys=(
                 OTHER.public_key,
                 *TRUSTED,
@@ -86,38 +83,44 @@ def test_signed_manifest_names_its_signer_when_the_key_is_trusted() -> None:
         ),
     )
     assert (read, read.signed_by) == (manifest(), SIGNER.public_key.key_id)
-    assert decode(signed(), path=PATH).signed_by is None
+    assert api.decode_manifest(signed(), path=PATH).signed_by is None
 
 
 def test_signature_and_authentication_do_not_depend_on_each_other() -> None:
     both = signed(key=KEY)
-    assert decode(both, path=PATH, trust=Trust(keys=KEY)) == manifest()
-    assert decode(both, path=PATH, trust=Trust(trusted_keys=TRUSTED)) == manifest()
+    assert api.decode_manifest(both, path=PATH, trust=api.Trust(keys=KEY)) == manifest()
+    assert api.decode_manifest(both, path=PATH, trust=api.Trust(trusted_keys=TRUSTED)) == manifest()
     without = signed(lambda document: document.pop("auth"), KEY)
-    assert decode(without, path=PATH, trust=Trust(trusted_keys=TRUSTED)) == manifest()
+    assert (
+        api.decode_manifest(without, path=PATH, trust=api.Trust(trusted_keys=TRUSTED)) == manifest()
+    )
     with pytest.raises(UnsealedCheckpoint):
-        decode(without, path=PATH, trust=Trust(keys=KEY, trusted_keys=TRUSTED))
+        api.decode_manifest(without, path=PATH, trust=api.Trust(keys=KEY, trusted_keys=TRUSTED))
 
 
 def test_manifest_without_signature_is_refused_only_when_it_must_have_one() -> None:
     assert (
-        decode(
-            encode(manifest()), path=PATH, trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True)
+        api.decode_manifest(
+            api.encode_manifest(manifest()),
+            path=PATH,
+            trust=api.Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
         ).signed_by
         is None
     )
     with pytest.raises(UnsealedCheckpoint, match="not signed although"):
-        decode(
-            encode(manifest(), trust=Trust(keys=KEY)), path=PATH, trust=Trust(trusted_keys=TRUSTED)
+        api.decode_manifest(
+            api.encode_manifest(manifest(), trust=api.Trust(keys=KEY)),
+            path=PATH,
+            trust=api.Trust(trusted_keys=TRUSTED),
         )
 
 
 def test_signature_of_a_stranger_is_a_key_problem_that_names_both() -> None:
     with pytest.raises(KeyProblem, match=f"{SIGNER.public_key.key_id}.*{OTHER.public_key.key_id}"):
-        decode(
+        api.decode_manifest(
             signed(),
             path=PATH,
-            trust=Trust(trusted_keys=(OTHER.public_key,), allow_unencrypted=True),
+            trust=api.Trust(trusted_keys=(OTHER.public_key,), allow_unencrypted=True),
         )
 
 
@@ -145,10 +148,10 @@ TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("change", TAMPERED)
 def test_changed_manifest_is_tampered(change: str) -> None:
     with pytest.raises(TamperedCheckpoint, match="its signature does not match"):
-        decode(
+        api.decode_manifest(
             signed(TAMPERED[change]),
             path=PATH,
-            trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
+            trust=api.Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
         )
 
 
@@ -160,23 +163,25 @@ def test_changed_manifest_is_tampered(change: str) -> None:
 def test_signatures_of_an_unknown_kind_are_refused(signatures: object) -> None:
     data = signed(lambda document: document.update(signatures=signatures))
     with pytest.raises((CorruptCheckpoint, UnsealedCheckpoint), match=r"signatures|not signed"):
-        decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED))
+        api.decode_manifest(data, path=PATH, trust=api.Trust(trusted_keys=TRUSTED))
 
 
 def test_one_trusted_signature_of_several_is_enough() -> None:
-    other = json.loads(encode(manifest(), trust=Trust(signing_key=OTHER)))["signatures"]
+    other = json.loads(api.encode_manifest(manifest(), trust=api.Trust(signing_key=OTHER)))[
+        "signatures"
+    ]
     data = signed(lambda document: document.update(signatures=other + document["signatures"]))
-    read = decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED))
+    read = api.decode_manifest(data, path=PATH, trust=api.Trust(trusted_keys=TRUSTED))
     assert read.signed_by == SIGNER.public_key.key_id
 
 
 @given(data=st.data())
 def test_any_flipped_bit_of_a_signed_manifest_is_noticed(data: st.DataObject) -> None:
-    encoded = bytearray(encode(manifest(), trust=Trust(signing_key=SIGNER)))
+    encoded = bytearray(api.encode_manifest(manifest(), trust=api.Trust(signing_key=SIGNER)))
     position = data.draw(st.integers(0, len(encoded) - 1))
     encoded[position] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        read = decode(bytes(encoded), path=PATH, trust=Trust(trusted_keys=TRUSTED))
+        read = api.decode_manifest(bytes(encoded), path=PATH, trust=api.Trust(trusted_keys=TRUSTED))
     except CkptmgrError:
         return
     assert read == manifest()  # white space, or the case of a hexadecimal digit
@@ -185,18 +190,20 @@ def test_any_flipped_bit_of_a_signed_manifest_is_noticed(data: st.DataObject) ->
 def test_manifest_nested_to_the_limit_is_refused() -> None:
     for depth in range(100, 1100, 3):
         nested = b"[" * depth + b"]" * depth
-        data = encode(manifest(), trust=Trust(signing_key=SIGNER))
+        data = api.encode_manifest(manifest(), trust=api.Trust(signing_key=SIGNER))
         data = data.replace(b'"schema"', b'"x": ' + nested + b', "schema"')
         with pytest.raises(CorruptCheckpoint):
-            decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True))
+            api.decode_manifest(
+                data, path=PATH, trust=api.Trust(trusted_keys=TRUSTED, allow_unencrypted=True)
+            )
 
 
 def test_signature_covers_the_file_that_is_being_replaced() -> None:
     both = manifest(replaces=manifest(content=b"old", step=0))
-    read = decode(
-        encode(both, trust=Trust(signing_key=SIGNER)),
+    read = api.decode_manifest(
+        api.encode_manifest(both, trust=api.Trust(signing_key=SIGNER)),
         path=PATH,
-        trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
+        trust=api.Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
     )
     assert read.replaces is not None
     assert read.replaces.signed_by == read.signed_by == SIGNER.public_key.key_id
@@ -204,17 +211,17 @@ def test_signature_covers_the_file_that_is_being_replaced() -> None:
 
 def test_signed_overwrite_that_was_interrupted_leaves_the_old_file_signed(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2))
-    (found,) = Store(tmp_path).scan()
-    old = Store(tmp_path).read_manifest(found.name)
+    (found,) = api.listed(tmp_path)
+    old = api.place(tmp_path).read_manifest(found.name)
     assert old is not None
     new = replace(old, file=replace(old.file, digest=digest_of(BytesSource(b"never written"))))
-    both = encode(replace(new, replaces=old), trust=Trust(signing_key=SIGNER))
-    overwrite(tmp_path / manifest_name(found.name), both)
+    both = api.encode_manifest(replace(new, replaces=old), trust=api.Trust(signing_key=SIGNER))
+    overwrite(tmp_path / api.manifest_name(found.name), both)
     loaded = load_checkpoint(found.path, trusted_keys=TRUSTED)
     assert loaded["w"][0] == 1.0
 
 
-# What is frozen: every later version, and every other implementation, reads and checks these.
+# Frozen files: every later version, and every other implementation, reads and checks these.
 
 
 def vectors() -> list[Path]:
@@ -229,11 +236,13 @@ def test_frozen_manifest_is_read_and_checked_as_stated(path: Path) -> None:
     bare = {k: v for k, v in document.items() if k not in ("auth", "signatures")}
     assert canonical(bare).decode() == vector["canonical"]
     keys = [PublicKey(bytes.fromhex(vector["public_key"]))]
-    key = Key(bytes.fromhex(vector["key"]))
+    key = api.Key(bytes.fromhex(vector["key"]))
     place = PATH.with_name(vector["file"])
 
     def read() -> object:
-        return decode(data, path=place, trust=Trust(keys=key, trusted_keys=tuple(keys))).id
+        return api.decode_manifest(
+            data, path=place, trust=api.Trust(keys=key, trusted_keys=tuple(keys))
+        ).id
 
     if vector["expected"] == "ok":
         assert read() == vector["id"]
@@ -317,12 +326,12 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_signed_directory_verifies_with_the_public_key_alone(tmp_path: Path, kind: str) -> None:
     train(tmp_path, **KINDS[kind])
-    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
+    store = api.place(tmp_path, trusted_keys=TRUSTED)
     found = store.scan()
-    assert [c.state for c in found] == [State.OK] * 3
-    options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
-    answers = [verify_checkpoint(store, c, options=options, lineage=Lineage(found)) for c in found]
-    assert [answer.status for answer in answers] == [Status.OK] * 3
+    assert [c.state for c in found] == [api.State.OK] * 3
+    options = api.reading(trusted_keys=TRUSTED)
+    answers = [api.verify(store, c, options=options, lineage=Lineage(found)) for c in found]
+    assert [answer.status for answer in answers] == [api.Status.OK] * 3
     assert all({"signature", "digests"} <= set(answer.checked) for answer in answers)
 
 
@@ -331,11 +340,11 @@ def test_flipped_bit_of_a_signed_file_is_found_with_the_public_key_alone(
     tmp_path: Path, kind: str
 ) -> None:
     train(tmp_path, range(1, 2), **KINDS[kind])
-    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
+    store = api.place(tmp_path, trusted_keys=TRUSTED)
     (found,) = store.scan()
     flip(found.path, found.size_bytes - 20)
-    answer = verify_checkpoint(store, found, options=ReadOptions(trust=Trust(trusted_keys=TRUSTED)))
-    assert answer.status is Status.DAMAGED
+    answer = api.verify(store, found, trusted_keys=TRUSTED)
+    assert answer.status is api.Status.DAMAGED
 
 
 def unsigned(directory: Path) -> Path:
@@ -350,18 +359,21 @@ def forged(directory: Path) -> Path:
 
 def without_manifest(directory: Path) -> Path:
     train(directory, range(1, 2))
-    (directory / manifest_name("net-1.ckpt")).unlink()
+    (directory / api.manifest_name("net-1.ckpt")).unlink()
     return directory / "net-1.ckpt"
 
 
 def made_up(directory: Path) -> Path:
     """A file of a stranger that got a manifest because a save that was to replace it failed."""
     path = unsigned(directory)
-    store = Store(directory)
+    store = api.place(directory)
     found = store.read_manifest(path.name)
     assert found is not None
     bare = replace(found, why=PLACEHOLDER, sequence=0, run_id="")
-    overwrite(directory / manifest_name(path.name), encode(bare, trust=Trust(signing_key=SIGNER)))
+    overwrite(
+        directory / api.manifest_name(path.name),
+        api.encode_manifest(bare, trust=api.Trust(signing_key=SIGNER)),
+    )
     return path
 
 
@@ -381,12 +393,10 @@ def test_manager_loads_nothing_that_nobody_trusted_has_signed(tmp_path: Path, ki
 @pytest.mark.parametrize("kind", UNTRUSTED)
 def test_file_that_nobody_trusted_has_signed_is_found_by_verify(tmp_path: Path, kind: str) -> None:
     path = UNTRUSTED[kind](tmp_path)
-    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
+    store = api.place(tmp_path, trusted_keys=TRUSTED)
     (found,) = [c for c in store.scan() if c.path == path]
-    answer = verify_checkpoint(
-        store, found, level=Level.QUICK, options=ReadOptions(trust=Trust(trusted_keys=TRUSTED))
-    )
-    assert answer.status in (Status.UNPROVEN, Status.WRONG_KEY)
+    answer = api.verify(store, found, level=api.Level.QUICK, trusted_keys=TRUSTED)
+    assert answer.status in (api.Status.UNPROVEN, api.Status.WRONG_KEY)
 
 
 @pytest.mark.parametrize("kind", ["unsigned", "forged", "without_manifest"])
@@ -433,24 +443,24 @@ def test_run_that_signs_goes_on_from_its_own_checkpoints_only(tmp_path: Path) ->
 
 def test_pin_of_a_signed_checkpoint_needs_its_key(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2))
-    (found,) = Store(tmp_path).scan()
+    (found,) = api.listed(tmp_path)
 
-    def pinned(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
-        return (*pins, Pin(name="paper"))
+    def pinned(pins: tuple[api.Pin, ...]) -> tuple[api.Pin, ...]:
+        return (*pins, api.Pin(name="paper"))
 
     with pytest.raises(KeyProblem, match=r"is signed(.|\n)*--signing-key"):
-        Store(tmp_path).change_pins(found, pinned)
-    Store(tmp_path, trust=Trust(signing_key=SIGNER)).change_pins(found, pinned)
-    (again,) = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED)).scan()
-    assert (again.state, [pin.name for pin in again.pins]) == (State.OK, ["paper"])
+        api.place(tmp_path).change_pins(found, pinned)
+    api.place(tmp_path, signing_key=SIGNER).change_pins(found, pinned)
+    (again,) = api.listed(tmp_path, trusted_keys=TRUSTED)
+    assert (again.state, [pin.name for pin in again.pins]) == (api.State.OK, ["paper"])
 
 
 def test_encrypted_and_signed_manifest_loses_neither_proof(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2), enc_key=KEY.raw)
-    (found,) = Store(tmp_path).scan()
+    (found,) = api.listed(tmp_path)
     for store in (
-        Store(tmp_path, trust=Trust(signing_key=SIGNER)),
-        Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True)),
+        api.place(tmp_path, signing_key=SIGNER),
+        api.place(tmp_path, keys=KEY, allow_unencrypted=True),
     ):
         with pytest.raises(KeyProblem, match=r"is authenticated|is signed"):
             store.change_pins(found, lambda pins: pins)
@@ -459,19 +469,19 @@ def test_encrypted_and_signed_manifest_loses_neither_proof(tmp_path: Path) -> No
 def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
     tmp_path: Path,
 ) -> None:
-    # What a signature does not say: that this is the newest. The chain and --expect-id do.
+    # A signature does not show that this is the newest. The chain and --expect-id do.
     train(tmp_path / "a", range(1, 2))
     train(tmp_path / "b", range(1, 3))
-    for name in ("net-1.ckpt", manifest_name("net-1.ckpt")):
+    for name in ("net-1.ckpt", api.manifest_name("net-1.ckpt")):
         shutil.copy(tmp_path / "a" / name, tmp_path / "b" / name)
-    store = Store(tmp_path / "b", trust=Trust(trusted_keys=TRUSTED))
+    store = api.place(tmp_path / "b", trusted_keys=TRUSTED)
     present = store.scan()
     (old,) = [c for c in present if c.step == 1]
-    options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
-    assert verify_checkpoint(store, old, options=options).status is Status.OK
+    options = api.reading(trusted_keys=TRUSTED)
+    assert api.verify(store, old, options=options).status is api.Status.OK
     assert (
-        verify_checkpoint(store, old, options=options, lineage=Lineage(present)).status
-        is Status.DAMAGED
+        api.verify(store, old, options=options, lineage=Lineage(present)).status
+        is api.Status.DAMAGED
     )
 
 
@@ -480,7 +490,7 @@ def test_callback_that_resumes_from_a_replaced_file_warns(
 ) -> None:
     old = save_run(tmp_path / "a", [10])[0]
     first, second, newest = save_run(tmp_path / "b", [9, 10, 11])
-    for name in (old.name, manifest_name(old.name)):
+    for name in (old.name, api.manifest_name(old.name)):
         (tmp_path / "b" / name).unlink(missing_ok=True)
         shutil.copy(tmp_path / "a" / name, tmp_path / "b" / name)
     first.unlink()
@@ -516,8 +526,8 @@ def test_trusted_keys_that_are_none_are_refused(tmp_path: Path) -> None:
 def test_callback_signs_and_resumes_from_what_it_signed(tmp_path: Path) -> None:
     config = CheckpointConfig(signing_key=SIGNER)
     Loop(callbacks=(ModelCheckpoint("net", str(tmp_path), config),)).run(1)
-    (found,) = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED)).scan()
-    assert found.state is State.OK
+    (found,) = api.listed(tmp_path, trusted_keys=TRUSTED)
+    assert found.state is api.State.OK
     assert ModelCheckpoint("net", str(tmp_path), config).resume() is not None
     other = CheckpointConfig(signing_key=OTHER)
     with pytest.raises(KeyProblem):
@@ -529,8 +539,8 @@ def test_signature_outlives_new_keys_of_a_container(tmp_path: Path) -> None:
     change = KeyChange(keys=ring(KEY), add=(ring(NEW),), remove=(ring(KEY),))
     store = open_for_rekeying(tmp_path, change)
     assert rekey_checkpoint(store, only(store), change).action is Action.HEADER
-    signed_store = Store(tmp_path, trust=Trust(keys=NEW, trusted_keys=TRUSTED))
-    assert signed_store.scan()[0].state is State.OK
+    signed_store = api.place(tmp_path, keys=NEW, trusted_keys=TRUSTED)
+    assert signed_store.scan()[0].state is api.State.OK
 
 
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
@@ -546,10 +556,10 @@ def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format:
             rekey_checkpoint(
                 store, only(store), replace(change, is_exclusive=False, remove=(ring(KEY),))
             )
-    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
+    store = open_for_rekeying(tmp_path, change, trust=api.Trust(signing_key=SIGNER))
     reencrypt_checkpoint(store, only(store), change)
-    signed_store = Store(tmp_path, trust=Trust(keys=NEW, trusted_keys=TRUSTED))
-    assert signed_store.scan()[0].state is State.OK
+    signed_store = api.place(tmp_path, keys=NEW, trusted_keys=TRUSTED)
+    assert signed_store.scan()[0].state is api.State.OK
 
 
 def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
@@ -557,10 +567,10 @@ def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
 ) -> None:
     train(tmp_path, range(1, 3), enc_key=KEY.raw, format="safetensors")
     change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_exclusive=True)
-    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
+    store = open_for_rekeying(tmp_path, change, trust=api.Trust(signing_key=SIGNER))
     (first,) = [c for c in store.scan() if c.step == 1]
     reencrypt_checkpoint(store, first, change)
-    present = Store(tmp_path).scan()
+    present = api.listed(tmp_path)
     (again,) = [c for c in present if c.step == 1]
     assert again.id != first.id
     assert Lineage(present).why_replaced(again) is None

@@ -10,17 +10,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint, StoreFull, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CorruptCheckpoint,
+    StoreFull,
+    UnsafePrune,
+    UnsupportedCheckpoint,
+    plan,
+    save_checkpoint,
+)
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.io.leases import series_tag
-from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import Last
-from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import copy, flip_bit, manifest_of, put, truncate
 
@@ -42,7 +45,7 @@ class KnownProcesses:
         return True if token in self.dead else False if token in self.alive else None
 
 
-def by_name(store: Store) -> dict[str, Checkpoint]:
+def by_name(store: api.Place) -> dict[str, Checkpoint]:
     return {checkpoint.name: checkpoint for checkpoint in store.scan()}
 
 
@@ -56,9 +59,9 @@ def test_directory_that_is_not_there_is_empty() -> None:
 def test_manifest_that_can_be_read_only_once_is_listed_with_what_the_disk_said() -> None:
     disk = disk_with(10.0, key=KEY)
     failing = FailingDisk(disk, operation="open", call=2, is_lasting=True)
-    (found,) = Store(RUNS, fs=failing, trust=Trust(keys=Key(bytes(32)))).scan()
+    (found,) = api.listed(RUNS, fs=failing, keys=api.Key(bytes(32)))
     assert failing.has_failed
-    assert found.state is State.CORRUPT
+    assert found.state is api.State.CORRUPT
     assert isinstance(found.obstacle, OSError)
 
 
@@ -115,19 +118,19 @@ def test_bare_files_have_the_step_that_their_names_count_to() -> None:
     }
     assert found["lenet-0_0_breakpoint.ckpt"].is_emergency
     assert found["free.safetensors"].series == "free"
-    assert {found[name].state for name in found if name != ONE} == {State.UNVERIFIED}
+    assert {found[name].state for name in found if name != ONE} == {api.State.UNVERIFIED}
 
 
 @pytest.mark.parametrize(
     ("dead", "state"),
-    [({"other-1"}, State.LEFTOVER), (set(), State.LEFTOVER)],
+    [({"other-1"}, api.State.LEFTOVER), (set(), api.State.LEFTOVER)],
 )
 def test_temporary_file_of_a_dead_or_unknown_writer_is_a_leftover(
-    dead: set[str], state: State
+    dead: set[str], state: api.State
 ) -> None:
     disk = disk_with(10.0)
     put(disk, RUNS / f".{TWO}.other-1.{TAG}.1-1.tmp", b"x")
-    store = Store(RUNS, fs=disk, processes=KnownProcesses(dead=frozenset(dead)))
+    store = api.place(RUNS, fs=disk, processes=KnownProcesses(dead=frozenset(dead)))
     (found,) = [c for c in store.scan() if c.name != ONE]
     assert found.state is state
 
@@ -136,8 +139,8 @@ def test_temporary_file_of_a_live_writer_is_being_written_and_stays() -> None:
     disk = disk_with(10.0)
     name = f".{TWO}.me-1.{TAG}.1-1.tmp"
     put(disk, RUNS / name, b"x")
-    store = Store(RUNS, fs=disk, processes=KnownProcesses())
-    assert by_name(store)[name].state is State.WRITING
+    store = api.place(RUNS, fs=disk, processes=KnownProcesses())
+    assert by_name(store)[name].state is api.State.WRITING
     assert store.recover(SERIES) == []
 
 
@@ -156,7 +159,7 @@ def test_only_temporary_files_of_dead_writers_and_of_the_own_series_are_reaped(
     disk = disk_with(10.0)
     path = RUNS / f".{TWO}.{token}.{tag}.1-1.tmp"
     put(disk, path, b"x")
-    store = Store(RUNS, fs=disk, processes=KnownProcesses(dead=frozenset({"dead-1"})))
+    store = api.place(RUNS, fs=disk, processes=KnownProcesses(dead=frozenset({"dead-1"})))
     done = store.recover(SERIES)
     assert (disk.status(path) is None) == is_reaped == bool(done)
 
@@ -165,7 +168,7 @@ def test_older_manifest_without_data_is_a_leftover_that_recovery_removes() -> No
     disk = disk_with(10.0, 20.0)
     disk.unlink(RUNS / ONE)
     store = Trainer(disk).store()
-    assert by_name(store)[ONE].state is State.LEFTOVER
+    assert by_name(store)[ONE].state is api.State.LEFTOVER
     with store.lease(SERIES):  # somebody writes that series
         assert store.recover("other") == []
     assert store.recover(SERIES) == [f"removed {manifest_of(ONE)}, whose data file is gone"]
@@ -176,9 +179,9 @@ def test_newest_manifest_without_data_is_missing_and_stays() -> None:
     disk = disk_with(10.0, 20.0)
     disk.unlink(RUNS / TWO)
     store = Trainer(disk).store()
-    assert by_name(store)[TWO].state is State.MISSING
+    assert by_name(store)[TWO].state is api.State.MISSING
     assert store.recover(SERIES) == []
-    assert by_name(store)[TWO].state is State.MISSING
+    assert by_name(store)[TWO].state is api.State.MISSING
 
 
 def test_recovery_that_cannot_clean_up_says_so_and_goes_on() -> None:
@@ -200,9 +203,9 @@ def test_manifest_that_vanishes_during_the_listing_is_a_leftover() -> None:
             return entries
 
     disk = disk_with(10.0)
-    (found,) = Store(RUNS, fs=Vanishing(disk), processes=ModelProcesses(disk)).scan()
+    (found,) = api.listed(RUNS, fs=Vanishing(disk), processes=ModelProcesses(disk))
     assert (found.state, found.problem) == (
-        State.LEFTOVER,
+        api.State.LEFTOVER,
         "vanished while the directory was listed",
     )
 
@@ -213,7 +216,7 @@ def test_last_good_checkpoint_is_never_removed() -> None:
     store = Trainer(disk).store()
     with pytest.raises(UnsafePrune, match="the last good checkpoint"):
         store.remove([by_name(store)[ONE]])
-    assert by_name(store)[ONE].state is State.OK
+    assert by_name(store)[ONE].state is api.State.OK
 
 
 def test_removal_of_nothing_does_nothing() -> None:
@@ -237,7 +240,7 @@ def test_manifest_that_cannot_be_removed_is_reported() -> None:
     (failure,) = store.remove([by_name(store)[ONE]])
     assert isinstance(failure, OSError)
     assert failure.errno == errno.EROFS
-    assert by_name(store)[ONE].state is State.LEFTOVER
+    assert by_name(store)[ONE].state is api.State.LEFTOVER
 
 
 def test_pins_need_a_manifest() -> None:
@@ -245,7 +248,7 @@ def test_pins_need_a_manifest() -> None:
     disk.unlink(RUNS / manifest_of(ONE))
     store = Trainer(disk).store()
     with pytest.raises(UnsupportedCheckpoint, match="without a manifest cannot be pinned"):
-        store.change_pins(by_name(store)[ONE], lambda pins: (*pins, Pin(name="x")))
+        store.change_pins(by_name(store)[ONE], lambda pins: (*pins, api.Pin(name="x")))
 
 
 def test_changed_manifest_is_read_back() -> None:
@@ -259,10 +262,11 @@ def test_changed_manifest_is_read_back() -> None:
 
 def test_manifest_that_has_no_room_is_named_and_stays_as_it_is() -> None:
     disk = disk_with(10.0, key=KEY)
-    store = Store(
+    store = api.place(
         RUNS,
         fs=FailingDisk(disk, space_bytes=0),
-        trust=Trust(keys=Key(KEY), allow_unencrypted=True),
+        keys=api.Key(KEY),
+        allow_unencrypted=True,
     )
     manifest = store.read_manifest(ONE)
     assert manifest is not None
@@ -296,7 +300,7 @@ def test_overwriting_a_damaged_checkpoint_gives_a_whole_one() -> None:
     trainer = Trainer(disk)
     trainer.overwrite(TWO, 21.0, step=2)
     trainer.overwrite(ONE, 11.0, step=1)
-    assert {c.state for c in trainer.store().scan()} == {State.OK}
+    assert {c.state for c in trainer.store().scan()} == {api.State.OK}
     with trainer.manager() as manager:
         assert not manager.resume().skipped
 
@@ -319,14 +323,15 @@ def test_space_is_checked_with_room_to_spare() -> None:
 
 def test_key_problem_leaves_a_checkpoint_listed_as_unverified() -> None:
     disk = disk_with(10.0, key=KEY)
-    store = Store(
+    store = api.place(
         RUNS,
         fs=disk,
-        trust=Trust(keys=Key(bytes(32)), allow_unencrypted=True),
+        keys=api.Key(bytes(32)),
+        allow_unencrypted=True,
         processes=ModelProcesses(disk),
     )
     (found,) = store.scan()
-    assert (found.state, found.step) == (State.UNVERIFIED, 1)
+    assert (found.state, found.step) == (api.State.UNVERIFIED, 1)
     assert "is authenticated under key" in str(found.problem)
 
 
@@ -345,7 +350,7 @@ def test_two_stores_of_one_process_never_choose_the_same_temporary_name() -> Non
         with pytest.raises(OSError, match="Input"):
             Trainer(disk, fs=broken).overwrite(TWO, 20.0, step=2)
         broken = FailingDisk(failing, operation="replace", call=1)
-    left = [c for c in Trainer(disk).store().scan() if c.state is State.WRITING]
+    left = [c for c in Trainer(disk).store().scan() if c.state is api.State.WRITING]
     assert len(left) == 4
 
 
@@ -354,8 +359,8 @@ def test_data_file_that_is_a_link_is_listed_as_damaged_not_overlooked(tmp_path: 
     elsewhere = tmp_path / "elsewhere"
     saved.path.rename(elsewhere)
     saved.path.symlink_to(elsewhere)
-    (found,) = Store(tmp_path).scan()
-    assert found.state is State.CORRUPT
+    (found,) = api.listed(tmp_path)
+    assert found.state is api.State.CORRUPT
     assert found.problem is not None
     assert "link" in found.problem
 
@@ -373,6 +378,6 @@ def test_manifest_that_may_not_be_read_is_unreadable_and_not_corrupt() -> None:
     disk = disk_with(10.0)
     failing = FailingDisk(disk, error=errno.EACCES, operation="open", call=1, is_lasting=True)
     (found,) = Trainer(disk, fs=failing).store().scan()
-    assert (found.state, found.is_countable) == (State.UNREADABLE, False)
+    assert (found.state, found.is_countable) == (api.State.UNREADABLE, False)
     decided = plan([found], Last(1), found.saved_at)
     assert "not counted: unreadable" in decided.verdicts[0].reasons[0].detail

@@ -10,15 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.model import State
 from ckptmgr.files.load.open import open_listed
-from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, Trainer, disk_with, name_of, state_of
+from tests.support import api
 from tests.support.crashmodel import ModelDisk, Operation
 from tests.support.runs import manager_on
 from tests.support.saved import items
@@ -26,7 +22,7 @@ from tests.support.saved import items
 NAME = "net-1_1.ckpt"
 
 
-class DiskThatAnswersTooLate(OsFileSystem):
+class DiskThatAnswersTooLate(api.OsFileSystem):
     """Renames data files and then raises: Ctrl-C during the call, or the lost answer of a file server."""
 
     def __init__(self, failure: BaseException) -> None:
@@ -40,20 +36,20 @@ class DiskThatAnswersTooLate(OsFileSystem):
             raise self._failure
 
 
-def save(directory: Path, seed: float, fs: OsFileSystem | None = None) -> None:
+def save(directory: Path, seed: float, fs: api.OsFileSystem | None = None) -> None:
     writer = SeriesWriter(
-        Store(directory, fs=fs), "net", options=SaveOptions(), clock=lambda: 1_772_359_200.0
+        api.place(directory, fs=fs), "net", options=api.SaveOptions(), clock=lambda: 1_772_359_200.0
     )
     try:
-        writer.save(NAME, items(seed), SaveFacts(step=1, epoch=1))
+        writer.save(NAME, items(seed), api.SaveFacts(step=1, epoch=1))
     finally:
         writer.close()
 
 
-def weight(store: Store) -> float:
+def weight(store: api.Place) -> float:
     [checkpoint] = store.scan()
-    assert checkpoint.state is State.OK
-    with open_listed(store, checkpoint, options=ReadOptions()) as (opened, _):
+    assert checkpoint.state is api.State.OK
+    with open_listed(store, checkpoint, options=api.reading()) as (opened, _):
         value = read_values(opened)["fc.weight"]
     assert isinstance(value, np.ndarray)
     return float(value[0, 1])
@@ -68,14 +64,14 @@ def test_save_that_fails_after_its_rename_leaves_the_new_checkpoint(
         save(tmp_path, 1.0)
     with pytest.raises(type(failure)):
         save(tmp_path, 2.0, DiskThatAnswersTooLate(failure))
-    assert weight(Store(tmp_path)) == 2.0
+    assert weight(api.place(tmp_path)) == 2.0
 
 
 def test_overwrite_that_fails_after_its_rename_is_finished_by_recovery(tmp_path: Path) -> None:
     save(tmp_path, 1.0)
     with pytest.raises(KeyboardInterrupt):
         save(tmp_path, 2.0, DiskThatAnswersTooLate(KeyboardInterrupt()))
-    store = Store(tmp_path)
+    store = api.place(tmp_path)
     assert store.recover("net") == [f"finished the interrupted overwrite of {NAME}"]
     assert weight(store) == 2.0
 

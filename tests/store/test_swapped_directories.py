@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another user puts a link in the place of a folder, at every call of the disk: what the link leads to stays as it is."""
+"""Another user puts a link in the place of a folder, at every call of the disk: the target of the link stays as it is."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.errors import CkptmgrError, StoreLocked
-from ckptmgr.io.filesystem import FileSystem
+from ckptmgr import CheckpointManager, CkptmgrError, StoreLocked, parse_policy
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import carry_out, propose, undo
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store import trash
+from ckptmgr.maintenance.prune import undo
 from ckptmgr.store.recovery import remove_dead_temps
-from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.store.trash import DirectoryTrash
+from ckptmgr.store.trash_folder import TRASH_NAME
+from tests.support import api
+from tests.support.pruning import carry_out, propose
 from tests.support.saved import save_run
 from tests.support.visiteddisk import VisitedDisk
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 POLICY = parse_policy("last(1)")
 
-Act = Callable[[FileSystem, Path], object]
+Act = Callable[[api.FileSystem, Path], object]
 Swap = Callable[[Path, Path], None]
 
 
@@ -38,34 +37,34 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a directory with two checkpoints, and one that was thrown away."""
     directory = tmp_path_factory.mktemp("prepared") / "runs"
     save_run(directory, [10, 20, 30])
-    store = Store(directory)
+    store = api.place(directory)
     oldest = [c for c in store.scan() if c.name == "net-1_10.ckpt"]
-    assert not trash.throw_away(store, oldest, trash.new_batch_path(store, NOW))
+    assert not DirectoryTrash(store).throw_away(oldest, DirectoryTrash(store).new_batch_path(NOW))
     host, boot, _, _ = ProcProcesses().token().split("-")
     dead = temp_name("net-9_10.ckpt", token=f"{host}-{boot}-1-1", series="net")
     (directory / dead).write_bytes(b"left by a process that is gone")
     return directory
 
 
-def prune(fs: FileSystem, directory: Path, *, days: int, at_once: bool) -> None:
-    store = Store(directory, fs=fs)
+def prune(fs: api.FileSystem, directory: Path, *, days: int, at_once: bool) -> None:
+    store = api.place(directory, fs=fs)
     proposal = propose(store, POLICY, now=NOW + timedelta(days=days))
     for error in carry_out(store, proposal, at_once=at_once).failures:
         raise error
 
 
-def take_back(fs: FileSystem, directory: Path) -> None:
-    undo(Store(directory, fs=fs))
+def take_back(fs: api.FileSystem, directory: Path) -> None:
+    undo(api.place(directory, fs=fs))
 
 
-def recover(fs: FileSystem, directory: Path) -> None:
-    store = Store(directory, fs=fs)
+def recover(fs: api.FileSystem, directory: Path) -> None:
+    store = api.place(directory, fs=fs)
     with store.lease("net"):
         store.recover("net")
 
 
-def reap(fs: FileSystem, directory: Path) -> None:
-    remove_dead_temps(fs, directory, Store(directory, fs=fs).processes)
+def reap(fs: api.FileSystem, directory: Path) -> None:
+    remove_dead_temps(fs, directory, api.place(directory, fs=fs).processes)
 
 
 ACTS: dict[str, Act] = {
@@ -84,13 +83,13 @@ def put_link(place: Path, victim: Path) -> None:
 
 
 def swap_batch(directory: Path, victim: Path) -> None:
-    for batch in (directory / trash.TRASH_NAME).iterdir():
-        put_link(batch, victim / trash.TRASH_NAME / batch.name)
+    for batch in (directory / TRASH_NAME).iterdir():
+        put_link(batch, victim / TRASH_NAME / batch.name)
         return
 
 
 def swap_trash(directory: Path, victim: Path) -> None:
-    put_link(directory / trash.TRASH_NAME, victim / trash.TRASH_NAME)
+    put_link(directory / TRASH_NAME, victim / TRASH_NAME)
 
 
 SWAPS: dict[str, Swap] = {"batch": swap_batch, "trash": swap_trash, "directory": put_link}
@@ -111,8 +110,8 @@ def swapped_at_every_call(
         mine, victim = root / f"{at}" / "runs", root / f"{at}" / "victim"
         shutil.copytree(prepared, mine)
         shutil.copytree(prepared, victim)
-        (victim / trash.TRASH_NAME / "precious").write_bytes(b"precious")
-        for batch in (victim / trash.TRASH_NAME).iterdir():
+        (victim / TRASH_NAME / "precious").write_bytes(b"precious")
+        for batch in (victim / TRASH_NAME).iterdir():
             if batch.is_dir():
                 (batch / "precious").write_bytes(b"precious")
 

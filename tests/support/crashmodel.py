@@ -46,7 +46,7 @@ class Crash:
         after: How many operations of the run had been done.
         operation: The last of them, in words.
         is_finished: Whether the run had returned.
-        disk: What is left.
+        disk: The remains.
     """
 
     after: int
@@ -64,7 +64,7 @@ def every_crash(
 ) -> Iterator[Crash]:
     """Run on a copy of `disk` and yield each distinct disk that a power cut at any moment may leave.
 
-    The run happens once; a photograph is taken before each operation, which is what a cut there would find.
+    The run happens once; a photograph is taken before each operation, as a cut there would find it.
     """
     seen = set()
     for moment in _moments(disk, run):
@@ -77,7 +77,7 @@ def every_crash(
 def every_kill(disk: ModelDisk, run: Callable[[ModelDisk], object]) -> Iterator[Crash]:
     """Run on a copy of `disk` and yield the disk that the death of the process leaves before each operation.
 
-    Nothing is lost then, but what was unsynced still is: a power cut may follow.
+    Nothing is lost then, but unsynced bytes stay so: a power cut may follow.
     """
     for moment in _moments(disk, run):
         yield _with_disk(moment, moment.disk.restart())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.trust import Trust
+from ckptmgr import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
@@ -45,7 +45,7 @@ class FailingRename(OsFileSystem):
         self._is_power_cut, self._is_late, self._is_off = is_power_cut, is_late, False
 
     def replace(self, source: Path, target: Path) -> None:
-        """Rename what is no data."""
+        """Rename a file that is no data."""
         if self._is_off or target.name == NAME:
             if self._is_late and not self._is_off:
                 super().replace(source, target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ways to damage what lies on a model disk, by somebody else than the store."""
+"""Ways to damage files on a model disk, by another writer than the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.crashmodel import ModelDisk
 
 
 def put(disk: ModelDisk, path: Path, content: bytes) -> None:
-    """Put a file in place of what has this name, durably."""
+    """Put a file in place of the entry of this name, durably."""
     if disk.status(path) is not None:
         disk.unlink(path)
     file = disk.create(path, mode=0o600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a power cut may leave of a file and of a directory tree: the values behind `tests.crashmodel`.
+"""States that a power cut may leave of a file and of a directory tree: the values behind `tests.crashmodel`.
 
 * `FileContent`: durable bytes plus the writes since the last sync, each of which may survive, vanish or tear.
 * `Namespace`: durable directory entries plus the changes since, of which an `Order` says which sets may survive.
@@ -30,7 +30,7 @@ class Order(enum.Enum):
     changes when a file is synced; that only removes prefixes, so that these states are a superset of its own. A
     `sync_directory` commits as little as any of them does: up to the last change of that directory.
 
-    WEAK: any subset; only `sync_directory` of that very directory makes a change durable. What is left of the
+    WEAK: any subset; only `sync_directory` of that very directory makes a change durable. The rest of the
     promises: a rename is atomic inside one directory, and a file renamed across directories never loses its old name
     before it has the new one (it may have both).
 
@@ -53,7 +53,7 @@ class FileContent:
 
     @cached_property
     def visible(self) -> bytes:
-        """What a reader sees while the power is on."""
+        """The view of a reader while the power is on."""
         return _written(self.durable, self.writes).ljust(self.size_bytes, b"\0")
 
     def written(self, offset: int, data: bytes) -> FileContent:

@@ -54,7 +54,7 @@ POSSIBLE_ERRORS = {
 class FailingDisk:
     """A `FileSystem` around another one that raises an OSError at a chosen call.
 
-    What a failed operation leaves is the harder of the legal outcomes: a failed write has written the first half, a
+    A failed operation leaves the harder of the legal outcomes: a failed write has written the first half, a
     failed sync has synced nothing, a failed close has closed; all others have done nothing.
 
     Args:
@@ -311,7 +311,7 @@ class Failure:
         call: Number of the failed call, from 1.
         operation: Its name.
         error: The errno it raised.
-        raised: What the run raised, or None when it returned.
+        raised: The error of the run, or None when it returned.
         disk: The disk afterwards; its process is still alive.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import Checkpoint
 
 _Loaded = TypeVar("_Loaded")
 

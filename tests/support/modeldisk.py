@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import FileHead, NoRegularFile
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile

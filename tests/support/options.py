@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probes of options: the same work with and without an option, and what a user can see of it afterwards.
+"""Probes of options: the same work with and without an option, and its visible effects.
 
 An option that is ignored leaves both observations equal, so no probe passes by itself.
 """
@@ -21,11 +21,13 @@ import numpy as np
 import pytest
 
 from ckptmgr import (
+    Checkpoint,
     CheckpointConfig,
     CheckpointManager,
     CkptmgrError,
     ModelCheckpoint,
     Ranks,
+    RanksMissing,
     Resume,
     load_checkpoint,
     load_state,
@@ -33,11 +35,9 @@ from ckptmgr import (
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.parallel.coordinator import RanksMissing
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.held import HeldDisk
@@ -85,7 +85,7 @@ _WITHOUT: dict[tuple[object, str], object] = {}
 
 
 def check(probe: Probe, option: str, directory: Path) -> None:
-    """Assert that an option changes what is seen, or is refused."""
+    """Assert that an option has a visible effect, or is refused."""
 
     def seen(name: str, given: Options) -> object:
         place = directory / name
@@ -182,7 +182,7 @@ def state(step: int = 1) -> dict[str, Any]:
     return {"w": noise, "n": step}
 
 
-# What a configuration does in a manager.
+# Effects of a configuration in a manager.
 
 
 def trained(directory: Path, /, *, steps: int = 1, **config: Any) -> object:
@@ -273,7 +273,7 @@ def staged(directory: Path, /, **config: Any) -> object:
         return tried(lambda: manager.save(1, state()) is not None)
 
 
-# What the arguments of a manager and of a callback do.
+# Effects of the arguments of a manager and of a callback.
 
 STEPS_3 = CheckpointConfig(save_checkpoint_steps=3)
 KEYED = CheckpointConfig(enc_key=KEY)
@@ -431,7 +431,7 @@ def by_two(
     config: Options,
     **options: Any,
 ) -> object:
-    """What two ranks that hold the same write, and what is loaded of it."""
+    """Files of two ranks with equal states, and their load."""
     meeting = Meeting(2)
 
     def work(rank: int) -> bool:
@@ -521,7 +521,7 @@ def opened(
     is_authenticated: bool = True,
     **options: Any,
 ) -> object:
-    """What a load returns of a file that was saved with other options, and the warnings."""
+    """The result of a load of a file that was saved with other options, and the warnings."""
     format = (saved or {}).get("format", "ckpt")
     path, manifest = directory / f"x.{format}", directory / manifest_name(f"x.{format}")
     values = {"w": np.ones(2, np.float32), "b": np.zeros(2, np.float32)}

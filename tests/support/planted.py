@@ -7,7 +7,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.core.trust import Trust
+from ckptmgr import Trust
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.leases import ProcProcesses

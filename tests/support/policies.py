@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from ckptmgr.core.model import Checkpoint, Pin, State
+from ckptmgr import Checkpoint
+from ckptmgr.core.model import Pin, State
 from ckptmgr.policy.rules import All, Best, Epochs, Every, Last, Pinned, Rule
 from ckptmgr.policy.time_rules import (
     Daily,

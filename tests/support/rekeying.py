@@ -10,11 +10,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save as save_safetensors
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CkptmgrError, KeyProblem
-from ckptmgr.core.model import Checkpoint, State
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, CkptmgrError, KeyProblem, Trust
+from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
@@ -30,7 +28,6 @@ from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, encode, manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager
 from tests.crypto.container.containers import seal
 from tests.faults.training import RUNS, ModelProcesses
 from tests.support.crashmodel import ModelDisk

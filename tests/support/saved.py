@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import Trust
+from ckptmgr import Checkpoint, Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveFacts, SaveOptions

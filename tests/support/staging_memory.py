@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of staging look at: items of known bytes, and mappings of this process."""
+"""Subjects of the tests of staging: items of known bytes, and mappings of this process."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def format_error(read: Callable[[], object]) -> FormatError | None:
 
 
 def stored_items(items: Iterable[Item]) -> dict[str, StoredItem]:
-    """Return what a file of these items must read back to."""
+    """Return the values that a file of these items must read back to."""
     stored: dict[str, StoredItem] = {}
     for item in items:
         if isinstance(item, Tensor):
@@ -60,7 +60,7 @@ def stored_items(items: Iterable[Item]) -> dict[str, StoredItem]:
 
 
 def read_ckpt(data: bytes, *, crc: bool = False) -> dict[str, StoredItem]:
-    """Return what a `.ckpt` holds, in file order; with `crc`, after checking it."""
+    """Return the content of a `.ckpt`, in file order; with `crc`, after checking it."""
     source = BytesSource(data)
     index = read_ckpt_index(source)
     if crc:
@@ -77,7 +77,7 @@ def read_ckpt(data: bytes, *, crc: bool = False) -> dict[str, StoredItem]:
 
 
 def read_safetensors(data: bytes, *, crc: bool = False) -> dict[str, StoredItem]:
-    """Return what a `.safetensors` file holds, in data order; with `crc`, after checking it."""
+    """Return the content of a `.safetensors` file, in data order; with `crc`, after checking it."""
     source = BytesSource(data)
     index = read_safetensors_index(source)
     if crc:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies for what a checkpoint can hold: names, tensors, texts, map parameters, metadata."""
+"""Hypothesis strategies for the content of a checkpoint: names, tensors, texts, map parameters, metadata."""
 
 from __future__ import annotations
 

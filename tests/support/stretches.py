@@ -25,7 +25,7 @@ USUAL = struct.pack("<IBBH", 1 << 16, 3, 4, 0)
 
 @dataclass
 class Stretches:
-    """What was asked for.
+    """The requests.
 
     Attributes:
         asked: The salt, and KiB of memory times the passes over them, of each stretching.

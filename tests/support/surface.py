@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the MindSpore surface share: a training loop without a framework, and values that compare."""
+"""Shared by the tests of the MindSpore surface: a training loop without a framework, and values that compare."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr import ModelCheckpoint
+from ckptmgr import ModelCheckpoint, PackedArray
 from ckptmgr.files.load.values import MapArrays, Value
 from ckptmgr.formats.dtypes import BY_MINDSPORE, BY_NAME
-from ckptmgr.formats.tensor import PackedArray
 from tests.support.stored import Stored, StoredItem
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -92,7 +91,7 @@ class Loop:
     """A training loop: it drives callbacks as MindSpore's `Model` does and gives each step its own weights.
 
     Attributes:
-        callbacks: What is called.
+        callbacks: Those that are called.
         batch_num: Steps in an epoch.
         step_s: Seconds on the clock before every step.
         now: The clock.
@@ -157,7 +156,7 @@ class Loop:
 
 
 def data_files(directory: Path) -> list[str]:
-    """Return the names of the data files in a directory: what the user sees as checkpoints."""
+    """Return the names of the data files in a directory: the checkpoints that the user sees."""
     return sorted(
         path.name for path in directory.iterdir() if path.suffix in (".ckpt", ".safetensors")
     )

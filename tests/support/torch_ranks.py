@@ -18,7 +18,7 @@ def run_ranks(world: int, main: Callable[[], None]) -> None:
     Raises:
         ChildProcessError: A rank failed.
     """
-    # What the first step of an optimizer and of a sharded model would import in every rank.
+    # Imports of the first step of an optimizer and of a sharded model, once for all ranks.
     import torch
     import torch._dynamo
     import torch.distributed.fsdp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of the tree share: a round trip through plain bytes, and an equality that sees types."""
+"""Shared by the tests of the tree: a round trip through plain bytes, and an equality that sees types."""
 
 from __future__ import annotations
 

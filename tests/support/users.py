@@ -16,7 +16,7 @@ _PR_SET_DUMPABLE = 4
 def as_user(act: Callable[[], object], *, user: int = USER, group: int = GROUP) -> object:
     """Do something in a process of a user, and return what JSON can say of it.
 
-    It is a fork, because the user may be unable to read the interpreter; what it imports must be imported already.
+    It is a fork, because the user may be unable to read the interpreter; its imports must be done already.
     """
     reading, writing = os.pipe()
     pid = os.fork()

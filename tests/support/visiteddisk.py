@@ -15,7 +15,7 @@ class VisitedDisk(FailingDisk):
     """A `FileSystem` that calls `visit` once, before the call of number `at`, from 1.
 
     Args:
-        visit: What the other one does, whole.
+        visit: The act of the other one, whole.
         at: Before which call.
     """
 

@@ -190,7 +190,7 @@ Steps = list[list[float]]
 
 
 def step_of(batch: Any) -> list[float]:
-    """Return what a step saw: its batch, and a draw from each global generator."""
+    """Return the input of a step: its batch, and a draw from each global generator."""
     rows = batch["x"][0] if isinstance(batch, dict) else batch
     seen = [*np.asarray(rows).tolist(), random.random(), float(np.random.random())]
     if torch := sys.modules.get("torch"):
@@ -206,7 +206,7 @@ def train(
     every: bool = True,
     seen: Steps | None = None,
 ) -> Steps:
-    """Run to step `last` and return what the steps saw; the state is a number that epochs change too."""
+    """Run to step `last` and return the inputs of the steps; the state is a number that epochs change too."""
     seen = [] if seen is None else seen
     state = {"epochs": np.zeros(1)}
     step = 0 if manager is None else manager.resume(state).step
@@ -339,7 +339,7 @@ def test_epoch_of_a_sampler_is_that_of_the_saved_pass(tmp_path: Path) -> None:
 
 
 def epochs_of(manager: CheckpointManager, epochs: int, *, last: int = 99) -> list[Any]:
-    """Train in whole epochs, each of which ends with a step; return what was drawn."""
+    """Train in whole epochs, each of which ends with a step; return the drawn batches."""
     loader, seen = Shuffled(), []
     start = manager.resume({"n": 1})
     for epoch in range(start.next_epoch, min(epochs, start.next_epoch + last)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelCheckpoint`: what it saves and under which name, breakpoints, counters, callables, metrics."""
+"""`ModelCheckpoint`: its files and their names, breakpoints, counters, callables, metrics."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Tensor:
 
 @dataclass
 class MindSporeLoop(Loop):
-    """A loop whose parameters have what the network returned; an evaluation may end an epoch."""
+    """A loop whose parameters have the result of the network; an evaluation may end an epoch."""
 
     outputs: Callable[[int], object] = lambda step: Tensor(step, step + 1.0)
 

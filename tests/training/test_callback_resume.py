@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ModelCheckpoint` across runs: restart, resume, what the keep policy counts, and what it never touches."""
+"""`ModelCheckpoint` across runs: restart, resume, the files that the keep policy counts, and those that it never touches."""
 
 from __future__ import annotations
 

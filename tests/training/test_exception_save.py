@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`exception_save` of a `CheckpointManager`: what it saves when an exception leaves its block."""
+"""`exception_save` of a `CheckpointManager`: its save when an exception leaves its block."""
 
 from __future__ import annotations
 

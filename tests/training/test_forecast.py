@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is foreseen: pure decisions about space, memory and time, and when a run hears of them."""
+"""The forecast: pure decisions about space, memory and time, and when a run hears of them."""
 
 from __future__ import annotations
 

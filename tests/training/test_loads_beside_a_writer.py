@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readers beside a run that keeps only its last checkpoint: what was found may be gone before it is opened."""
+"""Readers beside a run that keeps only its last checkpoint: a found one may be gone before it is opened."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop sees of a `CheckpointManager` that nothing goes wrong for."""
+"""A training loop with a `CheckpointManager` without faults."""
 
 from __future__ import annotations
 

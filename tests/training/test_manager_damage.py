@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `CheckpointManager` does with damaged, forged and foreign files, and with other writers."""
+"""A `CheckpointManager` with damaged, forged and foreign files, and with other writers."""
 
 from __future__ import annotations
 

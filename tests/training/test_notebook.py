@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a notebook shows for a manager and for its list of checkpoints."""
+"""The view of a notebook of a manager and of its list of checkpoints."""
 
 from __future__ import annotations
 

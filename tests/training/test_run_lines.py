@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, Resume
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.maintenance.prune import carry_out, propose
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
@@ -24,6 +23,7 @@ from tests.cli.running import run, run_json
 from tests.faults.training import ModelProcesses
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
+from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
 from tests.support.surface import Loop
 

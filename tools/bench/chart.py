@@ -31,7 +31,7 @@ _SETTINGS = {
     "axes.titlepad": 16,
     "svg.hashsalt": "ckptmgr",
 }
-# The SM4 row would squeeze all others; the two CRC rows say what the rows without say.
+# The SM4 row would squeeze all others; the two CRC rows repeat those without.
 _SHOWN_MODES = {
     "ckpt",
     "ckpt-gcm",

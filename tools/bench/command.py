@@ -192,7 +192,7 @@ def _measure(asked: options.Asked) -> int:
         try:
             benchmark.run()
         finally:
-            _tell(where, benchmark, asked.output)  # what was measured until Ctrl-C, too
+            _tell(where, benchmark, asked.output)  # values measured before Ctrl-C, too
     return int(not all(peak.is_within for peak in benchmark.peaks))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What zstd makes of each kind of values: the size of the file as a share of the tensors', and what a save and a load cost.
+"""zstd on each kind of values: the size of the file as a share of the tensors', and the cost of a save and a load.
 
 Beside it the frames alone, from memory to memory in one thread, and ZipNN in the same way if it is installed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a library can do in the benchmark: save and load durably, and save in the background."""
+"""The actions of a library in the benchmark: save and load durably, and save in the background."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Contestant:
         name: Who.
         mode: In which mode; those of one mode are measured side by side.
         suffix: Of the file or directory name.
-        actions: What it does with a path. `save` comes first, to a path that does not exist; what it wrote survives a power
+        actions: On a path. `save` comes first, to a path that does not exist; its files survive a power
             cut when it returns. The others read it, each with a cold cache but for `load warm`: `load`, `load mmap`, `into`
             and `into own` (arrays that an earlier load made) touch every page of the result, `verify` keeps none. Those of
             the bare disk alone are in `sections.FLOORS`.
@@ -78,6 +78,6 @@ def touch(loaded: Mapping[str, Any]) -> None:
         array = np.asarray(value)
         if array.nbytes > PAGE_BYTES:
             array.reshape(-1).view(np.uint8)[::PAGE_BYTES].sum(dtype=np.int64)
-        elif array.nbytes:  # 2 us for a sum would be most of what is measured with very many
+        elif array.nbytes:  # 2 us for a sum would be most of the time with very many
             array.item(0)
             array.item(-1)

@@ -37,7 +37,7 @@ def fill_cache(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint, a file or a directory, and what lies beside it."""
+    """Remove a checkpoint, a file or a directory, and files beside it."""
     if path.is_dir():
         shutil.rmtree(path)
         return

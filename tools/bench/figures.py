@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured: lists of values, and how to find them again."""
+"""Measured values: lists, and how to find them again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OURS = "ckptmgr"
 
 
 def cpu_of(what: str) -> str:
-    """Return what the processor seconds of an action, of all threads of its process, are noted as."""
+    """Return the name under which the processor seconds of an action, of all threads of its process, are noted."""
     return f"{what}, processor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was measured.
+    """The measured values.
 
     Attributes:
         section: Part of the benchmark: `files`, `slow files`, `background`, `loops`, `sizes`, `counts`, `lazy`,

@@ -90,7 +90,9 @@ def _measure_mode(session: Session, mode: Mode, path: Path, *, pairs: int) -> No
         name = f"layer{(turn + 1) * _STRIDE % pairs:03}.bias"
         rest(session.pace.rest_s)
         drop_cache(path)
-        for cache in CACHES:  # the cold read leaves in the page cache what the warm one needs
+        for (
+            cache
+        ) in CACHES:  # the cold read leaves in the page cache the bytes that the warm one needs
             with_opening_s, alone_s = _read(path, name, mode)
             if turn >= 0:
                 session.note(mode.name, f"{cache}, with opening", with_opening_s)

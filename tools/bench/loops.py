@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a save in the background costs the training loop beside it: three loops with steps of about a millisecond."""
+"""The cost of a save in the background for the training loop beside it: three loops with steps of about a millisecond."""
 
 from __future__ import annotations
 

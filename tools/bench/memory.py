@@ -22,7 +22,7 @@ LIMIT_ENCRYPTED_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Peak extra memory of one mode, in bytes, and what it may be."""
+    """Peak extra memory of one mode, in bytes, and its limit."""
 
     mode: str
     save_bytes: int
@@ -65,7 +65,7 @@ def _child(what: str, mode_name: str, directory: Path, size_bytes: int) -> int:
         small = _ours(new_state(MIB), mode, directory)
         path = Path(scratch) / f"warm{mode.suffix}"
         small.actions["save"](path)
-        small.actions["load"](path)  # imports are not what is measured
+        small.actions["load"](path)  # imports are not measured
     path = directory / f"memory-{mode.name}{mode.suffix}"
     if what == "save":
         contestant = _ours(new_state(size_bytes), mode, directory)

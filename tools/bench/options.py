@@ -36,7 +36,7 @@ _QUICK_COUNTS = (10, 1_000, 10_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What was asked for; see `--help`."""
+    """The requested options; see `--help`."""
 
     size_bytes: int
     rounds: int
@@ -56,7 +56,7 @@ class Asked:
 
 
 def parse(arguments: Sequence[str]) -> Asked:
-    """Return what the arguments ask for, or leave with a message."""
+    """Return the requested options, or leave with a message."""
     parser = _parser()
     is_quick = parser.parse_args(arguments).quick
     given = parser.parse_args([*_QUICK, *arguments] if is_quick else arguments)

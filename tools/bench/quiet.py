@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wait until the machine is at rest, so that nobody pays for what the one before left behind.
+"""Wait until the machine is at rest, so that no contestant pays for the leftovers of the one before.
 
 Removing a file of 1 GiB keeps the kernel busy long after: blocks are discarded, pages are freed and, on a virtual machine,
 handed back to the host. Measured at once, whoever comes next shares the processor with that work; and who needs fresh

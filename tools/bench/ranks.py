@@ -34,7 +34,7 @@ class Part:
         directory: Where the ranks save and meet.
         rank: Its number.
         world: How many there are.
-        size_bytes: Of what it holds of the model.
+        size_bytes: Of its part of the model.
         is_replicated: Whether the others hold the same, which is written once.
         rounds: How often, after one round to warm up.
         rest_s: Seconds of rest before every measurement.

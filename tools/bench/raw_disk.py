@@ -2,7 +2,7 @@
 """The limit of the disk: direct I/O and nothing else, with the number and size of requests that is fastest here.
 
 A virtual disk depends on how much memory its requests cover, in either direction, so that the best loop is searched once.
-Who has to find the memory, or looks at what was read, cannot be as fast; what that costs at least is measured, too.
+Who has to find the memory, or looks at the bytes that were read, cannot be as fast; the least cost of that is measured, too.
 """
 
 from __future__ import annotations

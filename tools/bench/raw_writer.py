@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bare disk in a process of its own, which gives way to the training as ours does.
 
-Beside a training loop it shows what the writing alone costs. Orders and answers are lines of JSON.
+Beside a training loop it shows the cost of the writing alone. Orders and answers are lines of JSON.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def step_s(step: Step, steps: int) -> float:
 
 
 def loss_beside(start: Callable[[], Flight], step: Step, *, steps: int) -> Loss:
-    """Return what a save costs the loop."""
+    """Return the cost of a save for the loop."""
     before = step_s(step, steps)
     durable: list[float] = []
     failures: list[BaseException] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is measured in turns: saves and loads of files, saves in the background, and what those cost a training loop."""
+"""Sections that are measured in turns: saves and loads of files, saves in the background, and their cost for a loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.bench.team import Player
 WARM = "load warm"
 READS = ("load", "load mmap", "into", "into own", "verify", WARM)
 # Of the bare disk only, with the work that nobody avoids who keeps or checks what he reads. Those that take new memory do not
-# come one upon the other: the second would find what the first has left.
+# come one upon the other: the second would find the leftovers of the first.
 FLOORS = (
     "touch",
     "load digested",
@@ -41,7 +41,7 @@ def measure_files(
     Args:
         session: Where it is noted.
         players: Contestants.
-        reads: What is done with a file once it is written.
+        reads: Actions on a file once it is written.
     """
     groups = _by_mode(players)
     limit = [group for group in groups if group[0].mode == LIMIT]

@@ -69,7 +69,7 @@ class Session:
         return self.directory / f"{name}-{player.mode.split()[0]}-{turn + 1}{player.suffix}"
 
     def measure(self, player: Player, do: str, path: Path, turn: int, **details: object) -> bool:
-        """Let a player do something and note what it cost; return whether it could.
+        """Let a player do something and note its cost; return whether it could.
 
         Raises:
             Failed: It could not, and is ours.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was measured, as tables of Markdown."""
+"""Measured values, as tables of Markdown."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NAMES = {
     "load warm digested": "raw readinto, with BLAKE3, into new memory",
     "load busy": "raw O_DIRECT beside a busy processor",
 }
-# What the bare disk shows beside everybody who does something with a file.
+# Figures of the bare disk beside every action with a file.
 _BESIDE = {
     "load": ("load new digested", "load new", "touch", "load digested", "load busy"),
     "load warm": ("load warm digested",),
@@ -94,7 +94,7 @@ def _files(figures: Figures, section: str, what: str) -> str:
 
 
 def _name(figure: Figure) -> str:
-    """Return who it was; of the bare disk, also what it did."""
+    """Return the name of the contestant; of the bare disk, also its action."""
     subject = figure.subject
     return _NAMES.get(subject.what, subject.who) if subject.mode == LIMIT else subject.who
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The targets T1 to T14, each with what was measured.
+"""The targets T1 to T14, each with its measured value.
 
 All are ratios of medians of one run, so that the machine cancels out, except the memory, the times of T10, T12 and T14, and
 what compression leaves, which no machine changes.
@@ -26,7 +26,7 @@ _AES = (  # target, mode, share of raw, MindSpore's mode, how often ours is fast
 _EXTRA_MEMORY_MIB = 64.0
 _LAZY_MS = 20.0
 _PLAN_S = 2.0
-# What the README promises of compressed weights; of the others the ratio is only stated.
+# Promises of the README about compressed weights; of the others the ratio is only stated.
 _RATIOS = {"fp32": 0.85, "bf16": 0.7, "fp16": None, "int64": None}
 
 
@@ -36,12 +36,12 @@ class Verdict:
 
     Attributes:
         target: T1 to T14.
-        what: What was compared.
+        what: The compared values.
         limit: The least value that meets it, or the largest where `is_ceiling`; None where a value is only stated.
-        value: What was measured, or None.
+        value: The measured value, or None.
         is_ceiling: Whether smaller is better.
         unit: Of both values.
-        detail: What the value was made of.
+        detail: The parts of the value.
     """
 
     target: str

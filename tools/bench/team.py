@@ -27,7 +27,7 @@ _RARE = {mode.name for mode in MODES if mode.is_rare}
 
 
 class Failed(Exception):
-    """A library failed at something; the text says what it said."""
+    """A library failed at something; the text has its message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class Player:
         return LIBRARIES[self.process.library].has_target and self.mode not in _RARE
 
     def ask(self, do: str, path: Path, **details: object) -> dict[str, float]:
-        """Let it do something with a path; return what it measured.
+        """Let it do something with a path; return its measurement.
 
         Raises:
             Failed: It could not.
@@ -160,7 +160,7 @@ class Team:
 
     Attributes:
         missing: Library to why it does not take part.
-        about: What the libraries say about themselves: versions, accelerators, the shape of raw requests.
+        about: Facts that the libraries state about themselves: versions, accelerators, the shape of raw requests.
     """
 
     def __init__(self, setup: Setup, workload: Workload) -> None:

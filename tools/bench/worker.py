@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One library in a process of its own: takes orders as lines of JSON and answers with what they cost.
+"""One library in a process of its own: takes orders as lines of JSON and answers with their cost.
 
 A process each, because allocators, thread pools and imports of one library slow down the others. The answers go out by the
 original standard output; whatever a library prints goes to standard error.
@@ -38,7 +38,7 @@ class Worker:
         self._windows_s: dict[tuple[str, str], float] = {}
 
     def answer(self, order: Order) -> Answer:
-        """Do what is asked."""
+        """Carry out a request."""
         gc.collect()
         key = (order.get("who", ""), order.get("mode", ""))
         path = Path(order.get("path", ""))

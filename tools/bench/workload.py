@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved: values ~ N(0, 0.02) in 200 tensors like those of a model, or in very many tiny ones."""
+"""The saved state: values ~ N(0, 0.02) in 200 tensors like those of a model, or in very many tiny ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fuzz the parsers: `make fuzz`, or `python -m tools.fuzz --target manifest --inputs 1000000`.
 
-Every target runs in a process of its own with bounded memory, one after the other. What they learn is kept in a corpus, from
+Every target runs in a process of its own with bounded memory, one after the other. Their findings are kept in a corpus, from
 which the next run goes on; beside it stand the findings, and `figures.json` adds up what all runs did.
 """
 
@@ -77,7 +77,7 @@ class Shared:
 
 
 def run_apart(target: Target, limits: Limits, *, seed: int, corpus: Path) -> dict[str, Any]:
-    """Run a target in a process of its own; return its figures and keep what it found."""
+    """Run a target in a process of its own; return its figures and keep its findings."""
     shared = Shared()
     ours, theirs = multiprocessing.Pipe(duplex=False)
     fork = multiprocessing.get_context("fork")
@@ -113,7 +113,7 @@ def _waited_for(child: BaseProcess, ours: Connection, shared: Shared) -> dict[st
 def _run(
     target: Target, limits: Limits, seed: int, corpus: Path, shared: Shared, out: Connection
 ) -> None:
-    target.seeds()  # imports what it needs before the memory is limited
+    target.seeds()  # does its imports before the memory is limited
     folder = corpus / target.name
     known = [path.read_bytes() for path in sorted(folder.glob("*"))]
     old = [path.read_bytes() for path in sorted(_findings(corpus).glob(f"{target.name}-*.bin"))]

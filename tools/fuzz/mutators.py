@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change an input a little: its bytes, or what they mean as JSON, protobuf or text.
+"""Change an input a little: its bytes, or their meaning as JSON, protobuf or text.
 
 A change of the meaning keeps lengths and quotes right, so that it gets past the first checks of a parser.
 """
@@ -118,7 +118,7 @@ def _loaded(data: bytes) -> Any:
 
 
 def changed_json(rng: Random, value: Any) -> Any:
-    """Return a value with one node changed; what is not on the way there is shared with the old one."""
+    """Return a value with one node changed; all nodes that are not on the way there are shared with the old one."""
     if isinstance(value, dict) and value:
         return _changed_dict(rng, value)
     if isinstance(value, list) and value:

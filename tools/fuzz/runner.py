@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Figures:
-    """What was done."""
+    """The work that was done."""
 
     inputs: int = 0
     cpu_s: float = 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parsers: what each is fed with, how its inputs are changed, and which errors are an answer.
 
-A target returns a small value that tells kinds of accepted inputs apart, or raises one of its errors. What it accepts it also
-uses as its callers do: contents are read, and what was parsed is written and parsed again.
+A target returns a small value that tells kinds of accepted inputs apart, or raises one of its errors. It uses an accepted
+input as its callers do: contents are read, and the parsed value is written and parsed again.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ from tools.fuzz.mutators import (
 GOLDEN = Path(__file__).parents[2] / "tests/golden"
 VECTORS = Path(__file__).parents[2] / "tests/vectors/manifests"
 _KEY = Key(bytes(range(32)))
-_MAX_SEED_BYTES = 1 << 12  # what a small one does not show, a large one shows slowly
+_MAX_SEED_BYTES = 1 << 12  # a fault that a small one does not show, a large one shows slowly
 _LENGTH = struct.Struct("<Q")
 
 
@@ -84,7 +84,7 @@ class Target:
     """A parser under test.
 
     Attributes:
-        name: What the command line calls it.
+        name: Of the command line.
         run: Parses an input; raises one of `errors`, or returns what kind of thing it is.
         errors: The documented errors; every other exception is a finding.
         seeds: Sound and broken inputs to start from.
@@ -254,7 +254,7 @@ def _mutate_container(rng: Random, data: bytes) -> bytes:
 
 
 def _authenticate(data: bytearray, copy: int) -> None:
-    """Write the right MAC into a changed header copy, so that what it says is looked at."""
+    """Write the right MAC into a changed header copy, so that its fields are looked at."""
     opened = _opened_header(bytes(data[:_FIXED_BYTES]))
     content = bytes(data[copy : copy + _COPY_BYTES - 32])
     if opened is None or len(content) < _COPY_BYTES - 32:
@@ -529,7 +529,7 @@ def _flat() -> tuple[list[bytes], dict[str, np.ndarray]]:
 
 
 def _mutate_skeleton(rng: Random, data: bytes) -> bytes:
-    """Change what single nodes say: a program of which a node is missing takes what is not there, and ends."""
+    """Change single nodes: a program of which a node is missing takes values that are not there, and ends."""
     with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
         document = json.loads(data)
         nodes = list(document["nodes"])

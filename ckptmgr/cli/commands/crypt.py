@@ -83,8 +83,8 @@ def decrypt_command(
     reading = ReadOptions(trust=given_trust.load())
     if target == _PIPE:
         _check_pipe(ctx)
-        with open_plaintext(source, reading) as plaintext:
-            return _write(plaintext.chunks())
+        with open_plaintext(source, reading) as (content, _):
+            return _write(content.chunks())
     session = ctx.ensure_object(options.Session)
     return _convert(
         ctx,

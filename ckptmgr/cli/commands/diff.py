@@ -15,7 +15,6 @@ import click
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.exits import Trouble, UsageProblem
 from ckptmgr.core.errors import CorruptCheckpoint
-from ckptmgr.core.urls import is_url
 
 if TYPE_CHECKING:
     from ckptmgr.cli.diff_table import Pair
@@ -185,13 +184,13 @@ def _selected(
 
 
 def _one(side: Side, series: str | None) -> Selected:
-    from ckptmgr.cli.selectors import is_file_address, select_one
+    from ckptmgr.cli.selectors import is_run_address, select_one
     from ckptmgr.core.error_translation import unproven_error
 
     text, directory, trust = side
     opener = partial(options.open_store, trust=trust)
     selected = select_one(text, directory, opener, series=series, takes_urls=True)
-    is_named = is_file_address(text) or Path(text).exists()
+    is_named = is_run_address(text) or Path(text).exists()
     if selected.checkpoint.is_unproven and not is_named:
         # A path or address names the file itself; a step would be no more than its name.
         raise unproven_error(selected.checkpoint.path, trust)
@@ -199,9 +198,9 @@ def _one(side: Side, series: str | None) -> Selected:
 
 
 def _is_directory(text: str) -> bool:
-    from ckptmgr.cli.selectors import is_file_address
+    from ckptmgr.cli.selectors import is_run_address
 
-    return not is_file_address(text) if is_url(text) else Path(text).is_dir()
+    return is_run_address(text) or Path(text).is_dir()
 
 
 def _by_step(side: Side, series: str | None) -> dict[tuple[str, int], Selected]:

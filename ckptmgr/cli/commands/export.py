@@ -112,8 +112,7 @@ def export_command(
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.core.error_translation import unproven_error
     from ckptmgr.files.load.options import ReadOptions
-    from ckptmgr.maintenance.export import export_to
-    from ckptmgr.maintenance.export_file import export_file
+    from ckptmgr.maintenance.export import export_file, export_to
 
     if is_for_hub == (format is not None):
         raise UsageProblem(

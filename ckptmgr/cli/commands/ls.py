@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, render
-from ckptmgr.cli.exits import UsageProblem, report_all
+from ckptmgr.cli.exits import report_all
 from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Output
@@ -20,15 +20,13 @@ from ckptmgr.cli.run_lines import (
     sentence_of_latest,
     shown_run,
 )
-from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.sizes import size_text
-from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import meant_line
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.places import Entry, Place
+    from ckptmgr.cli.places import Entry, ListedPlace
 
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
 _STATE = _HEADER.index("STATE")
@@ -76,22 +74,12 @@ def ls_command(
     """
     from ckptmgr.cli.places import checkpoint_of, entry_json, places_of
 
-    if recursive and is_url(directory):
-        raise UsageProblem(
-            "-r has no effect in an object store", hint="name the address of each run"
-        )
     output = render.make_output(ctx, options.absolute(directory))
     places, failures = places_of(
         directory, given_trust, series=series, with_leftovers=show_all, is_recursive=recursive
     )
     chosen = chosen_by(filters, sort, ctx.ensure_object(Session).now())
     shown = chosen.apply([one for place in places for one in place.entries], of=checkpoint_of)
-    if is_url(directory) and not any(place.entries for place in places):
-        raise CheckpointNotFound(
-            "no checkpoint is below this address",
-            path=directory,
-            hint="ckptmgr storage probe tells whether it can be reached",
-        )
     if output.is_quiet:
         output.paths([one.checkpoint.path for one in shown])
     elif output.is_text:
@@ -101,7 +89,7 @@ def ls_command(
     return report_all(failures, is_partial=True, as_json=output.is_json)
 
 
-def _summary(shown: list[Entry], places: list[Place]) -> dict[str, Json]:
+def _summary(shown: list[Entry], places: list[ListedPlace]) -> dict[str, Json]:
     found = [one.checkpoint for one in shown]
     return {
         "count": len(found),
@@ -116,7 +104,7 @@ def _summary(shown: list[Entry], places: list[Place]) -> dict[str, Json]:
 def _print(
     output: Output,
     shown: list[Entry],
-    places: list[Place],
+    places: list[ListedPlace],
     session: Session,
     *,
     is_recursive: bool,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,18 +15,19 @@ import click
 from ckptmgr.cli import key_options, options, render
 from ckptmgr.cli.durations import parse_time
 from ckptmgr.cli.exits import Exit, UsageProblem, note, report_all
-from ckptmgr.cli.filters import Chosen, chosen_by, filter_options, spared_by
+from ckptmgr.cli.filters import chosen_by, filter_options, spared_by
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CkptmgrError, UnsafePrune
 from ckptmgr.core.sizes import size_text
-from ckptmgr.core.urls import is_url
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.gc_pause import gc_paused
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_table import PlanView
+    from ckptmgr.core.model import Checkpoint
+    from ckptmgr.core.place import Place
     from ckptmgr.maintenance.prune import Proposal
-    from ckptmgr.maintenance.prune_plan import PolicyOf
+    from ckptmgr.maintenance.prune_plan import Planner, PolicyOf
     from ckptmgr.policy.rules import RetentionPolicy
     from ckptmgr.store.store import Store
 
@@ -90,32 +92,16 @@ def prune_command(
     The directory may be the URL of an object store. There is no trash there: --now must be given.
     Of the recorded policies only those of runs that saved there themselves count.
     """
-    from ckptmgr.cli.foreign import check_directory
-    from ckptmgr.cli.foreign_prune import (
-        foreign_to_prune,
-        is_last_foreign,
-        prune_foreign,
-        undo_foreign,
-    )
-    from ckptmgr.cli.policy_file import load_policy, policy_in
+    from ckptmgr.cli.foreign import check_directory, place_to_prune, place_to_undo
+    from ckptmgr.cli.policy_file import policy_in
     from ckptmgr.cli.prune_table import PlanView, report_refused
     from ckptmgr.maintenance.prune import propose
 
-    store = options.open_store(directory, trust=given_trust.load())
-    if is_url(store.directory):
-        from ckptmgr.cli.remote_prune import prune_remote
-
-        return prune_remote(
-            ctx,
-            store,
-            keep=keep,
-            series=series,
-            by_series=by_series,
-            only_shows=dry_run or check,
-            check=check,
-            yes=yes,
-        )
-    check_directory(directory)
+    session = ctx.ensure_object(Session)
+    store = options.open_store(directory, trust=given_trust.load(), clock=session.clock)
+    _check_options(ctx, store, only_shows=dry_run or check)
+    if store.can.folders:
+        check_directory(directory)
     ctx.with_resource(gc_paused())
     # The plan holds for this directory, even if another one gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))
@@ -126,53 +112,35 @@ def prune_command(
                 "--undo stands alone",
                 hint="drop --keep, --check, --now, --by-series, --filter and --sort",
             )
-        undo_last = undo_foreign if is_last_foreign(store) else _undo
-        return undo_last(store, output, is_dry=dry_run)
+        return _undo(place_to_undo(store), output, is_dry=dry_run)
     found, entries = store.scan_with_entries()
-    foreign = foreign_to_prune(store, found, entries)
+    place, planner_for = place_to_prune(store, found, entries)
     del entries
-    now, life = ctx.ensure_object(Session).now(), parse_time(grace)
+    found = found if place is store else place.scan()
+    now = session.now()
     chosen = chosen_by(filters, sort, now)
     view = PlanView(
         output=output,
-        directory=directory,
+        directory=directory if store.can.folders else store.directory,
         series=series,
         verbose=output.is_verbose,
         chosen=chosen,
     )
-    if foreign is not None:
-        if filters or sort is not None:
-            raise UsageProblem(
-                "--filter and --sort choose among the checkpoints of ckptmgr",
-                hint="drop them: these are of another tool",
-            )
-        return prune_foreign(
-            store,
-            foreign,
-            view,
-            policy=load_policy(keep, store.directory),
-            now=now,
-            grace=life,
-            by_series=by_series,
-            dry_run=dry_run,
-            check=check,
-            yes=yes,
-            at_once=at_once,
-        )
     policy = policy_in(keep, store, found=found, series=series, by_series=by_series)
+    planner = planner_for(spared_by(chosen))
     if not (dry_run or check or yes):
-        _check_can_ask(store, policy, chosen, series=series, by_series=by_series, now=now)
+        _check_can_ask(planner, policy, found, series=series, by_series=by_series, now=now)
     with output.progress("the newest", 0):
         chosen.check_metrics(found)
         proposal = propose(
-            store,
+            place,
             policy,
+            planner,
             found=found,
             now=now,
             series=series,
             by_series=by_series,
-            grace=life,
-            stays=spared_by(chosen),
+            grace=parse_time(grace),
         )
     if dry_run or check:
         view.plan(proposal)
@@ -182,32 +150,47 @@ def prune_command(
     if not output.is_quiet:
         view.plan(proposal)
     if proposal.is_empty:
+        for sentence in place.clean_up():
+            note(sentence)
         view.result(proposal, None)
         return report_refused(proposal, as_json=output.is_json)
     if not (yes or _agreed(proposal, at_once=at_once)):
         note("nothing was changed")
         return Exit.NO
-    return _act(store, proposal, view, at_once=at_once)
+    return _act(place, proposal, planner, view, at_once=at_once)
+
+
+def _check_options(ctx: click.Context, store: Store, *, only_shows: bool) -> None:
+    """Raise UsageProblem for an option without effect at the place, or where `--now` must be said."""
+    given = {
+        name
+        for name in ("undo", "grace", "at_once")
+        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    for name in sorted(given & {"undo", "grace"}):
+        hint = "look at the plan with --dry-run before anything goes"
+        options.refuse_without_effect(f"--{name}", store.can, "trash", hint=hint)
+    options.check_said_now(store.can, at_once="at_once" in given, only_shows=only_shows)
 
 
 def _check_can_ask(
-    store: Store,
+    planner: Planner,
     policy: RetentionPolicy | PolicyOf,
-    chosen: Chosen,
+    found: Sequence[Checkpoint],
     *,
     series: str | None,
     by_series: bool,
     now: datetime,
 ) -> None:
     """Raise UnsafePrune if checkpoints would go and there is no terminal to ask at."""
-    from ckptmgr.maintenance.prune_plan import counted_together, plan_with, policy_for
+    from ckptmgr.maintenance.prune_plan import policy_for
 
     if sys.stdin.isatty():
         return
-    for counted in counted_together(store.scan(), series=series, by_series=by_series):
+    for counted in planner.counted(found, series=series, by_series=by_series):
         try:
             own = policy_for(counted, policy)
-            decided = None if own is None else plan_with(counted, {}, own, now, spared_by(chosen))
+            decided = None if own is None else planner.plan_with(counted, {}, own, now)
         except (CkptmgrError, OSError):  # which the proposal names
             continue
         if decided is not None and decided.dropped:
@@ -220,10 +203,12 @@ def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
     return options.confirm(question if proposal.dropped else "Clean up?", refusal=UnsafePrune)
 
 
-def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> int:
+def _act(
+    place: Place, proposal: Proposal, planner: Planner, view: PlanView, *, at_once: bool
+) -> int:
     from ckptmgr.maintenance.prune import carry_out
 
-    outcome = carry_out(store, proposal, at_once=at_once)
+    outcome = carry_out(place, proposal, planner, at_once=at_once)
     for sentence in outcome.notes:
         note(sentence)
     view.result(proposal, outcome)
@@ -236,10 +221,11 @@ def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> 
     )
 
 
-def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
+def _undo(place: Place, output: render.Output, *, is_dry: bool) -> int:
+    from ckptmgr.cli.foreign import tool_of
     from ckptmgr.maintenance.prune import undo
 
-    undone = undo(store, is_dry=is_dry)
+    undone = undo(place, is_dry=is_dry)
     verb = "would be restored" if is_dry else "restored"
     for name in undone.taken:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
@@ -254,7 +240,10 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
     if output.has_fields:
         summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
         replace(output, command="prune.undo").result(
-            [{**render.checkpoint_json(c), "tool": None, "named_by": []} for c in undone.restored],
+            [
+                {**render.checkpoint_json(c), "tool": tool_of(c), "named_by": []}
+                for c in undone.restored
+            ],
             summary,
         )
     return Exit.PARTLY if undone.taken else Exit.DONE

@@ -22,7 +22,7 @@ from ckptmgr.formats.strict_json import Json
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.prune import PruneResult
+    from ckptmgr.store.applied import Applied
     from ckptmgr.store.store import Store
 
 _HEADER = ("STEP", "SAVED", "SIZE", "STATE", "NAME")
@@ -33,7 +33,7 @@ _HEADER = ("STEP", "SAVED", "SIZE", "STATE", "NAME")
     examples=("rm 1000 2000..3000 --dir runs/resnet50", "rm runs/a/net-40.ckpt --dry-run"),
 )
 @click.argument("selectors", nargs=-1, required=True, metavar="SEL...")
-@options.dir_option
+@options.place_dir_option
 @options.series_option
 @filter_option
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would go; write nothing at all.")
@@ -61,15 +61,16 @@ def rm_command(
     Refused by name without --force: a pinned checkpoint, and the newest good one of a run; the last
     good one of a directory always stays. A directory is no SEL: prune removes by a policy. Not
     while a run writes the series. Removed ones stay in .ckptmgr-trash for a day, and prune --undo
-    brings them back.
+    brings them back. Of an object store, where SEL may be the URL of a checkpoint, they go for
+    good: --now must be given.
     """
     from ckptmgr.cli.foreign import why_not_here
-    from ckptmgr.cli.selectors import root_of, select
+    from ckptmgr.cli.selectors import is_run_address, root_of, select
     from ckptmgr.maintenance.removal import check_removable
 
     for text in selectors:
-        if Path(text).is_dir():
-            absence = why_not_here(Path(text))
+        if is_run_address(text) or Path(text).is_dir():
+            absence = None if is_run_address(text) else why_not_here(Path(text))
             if absence is not None:
                 raise absence
             raise UsageProblem(
@@ -79,10 +80,12 @@ def rm_command(
     session = ctx.ensure_object(Session)
     chosen = chosen_by(filters, None, session.now())
     selected = chosen.apply(
-        select(selectors, directory, opener, series=series), of=lambda one: one.checkpoint
+        select(selectors, directory, opener, series=series, takes_urls=True),
+        of=lambda one: one.checkpoint,
     )
     groups = _by_directory(selected)
     for store, checkpoints in groups:
+        options.check_said_now(store.can, at_once=at_once, only_shows=dry_run)
         ctx.with_resource(store.fs.hold_directory(store.directory))
         check_removable(store, checkpoints, force=force)
     output = render.make_output(ctx, root_of(selected, directory))
@@ -153,7 +156,7 @@ def _act(
 
 
 def _print_end(
-    output: Output, selected: Sequence[Selected], outcomes: Sequence[PruneResult] | None
+    output: Output, selected: Sequence[Selected], outcomes: Sequence[Applied] | None
 ) -> None:
     chosen = [one.checkpoint for one in selected]
     removed = None if outcomes is None else [one for done in outcomes for one in done.removed]

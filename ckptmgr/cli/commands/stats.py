@@ -24,7 +24,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.json_fields import has_known_step
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.places import Entry, Place
+    from ckptmgr.cli.places import Entry, ListedPlace
 
 _HEADER = ("RUN", "COUNT", "SIZE", "SHARE", "STEP", "SAVED", "KINDS")
 _DAY_S = 86_400
@@ -107,15 +107,15 @@ def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
         yield _Run(directory=directory, run=run, checkpoints=checkpoints)
 
 
-def _trash_bytes(places: Sequence[Place]) -> int:
-    from ckptmgr.maintenance.foreign.trash import foreign_batches
-    from ckptmgr.store import trash
+def _trash_bytes(places: Sequence[ListedPlace]) -> int:
+    from ckptmgr.maintenance.foreign.place import ForeignTrash
+    from ckptmgr.store.trash import DirectoryTrash
 
     total = 0
     for place in places:
         try:
-            total += sum(batch.size_bytes for batch in trash.batches(place.store))
-            total += sum(batch.size_bytes for batch in foreign_batches(place.store))
+            total += sum(batch.size_bytes for batch in DirectoryTrash(place.store).batches())
+            total += sum(batch.size_bytes for batch in ForeignTrash(place.store).batches())
         except OSError as error:
             note(f"the trash in {place.store.directory} cannot be read: {error.strerror}")
     return total

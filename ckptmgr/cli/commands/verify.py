@@ -20,7 +20,6 @@ from ckptmgr.cli.filters import chosen_by, filter_options
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Output
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.core.urls import is_url
 
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
@@ -134,11 +133,6 @@ def verify_command(
     from ckptmgr.maintenance.past_checks import recorder
     from ckptmgr.maintenance.verify import Level, Status, was_removed
 
-    if quarantines and any(map(is_url, (*selectors, directory))):
-        raise UsageProblem(
-            "--quarantine has no effect in an object store, where nothing is moved",
-            hint="ckptmgr prune URL --now removes what is not to be kept",
-        )
     opener = showing_opener(given_trust)
     foreign, texts = select_foreign(selectors, directory, opener, series=series)
     selected: list[Selected] = []
@@ -147,6 +141,9 @@ def verify_command(
         selected = select(
             texts, directory, opener, series=series, takes_urls=True, failures=failures
         )
+    for one in selected if quarantines else ():
+        hint = "ckptmgr prune URL --now removes what is not to be kept"
+        options.refuse_without_effect("--quarantine", one.store.can, "moves", hint=hint)
     if failures and not (selected or foreign):
         raise failures[0]
     narrowed = parts.chooser(part, subset, sample, os.environ)

@@ -12,26 +12,22 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import numpy as np
 
 from ckptmgr.core.errors import ChecksumMismatch
-from ckptmgr.files.load.compressed import check_frames, read_frames
+from ckptmgr.files.load.compressed import check_frames
 from ckptmgr.files.load.new_arrays import NewArrays
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.statistics import chunks_of
 from ckptmgr.formats import safetensors_file
-from ckptmgr.formats.compressed.source import FramesSource
-from ckptmgr.formats.file_crc import BodyCrc, FileCrc
-from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
+from ckptmgr.formats.file_crc import FileCrc
+from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.index import check_crc as check_stored_crc
 from ckptmgr.formats.mindspore import reader as mindspore_reader
 from ckptmgr.formats.mindspore.reader import CkptIndex
-from ckptmgr.formats.safetensors_crc import ContentsCrc
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.scatter import Placement, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
-
-_offset_of = operator.attrgetter("offset")
 
 
 def confirm_index(opened: OpenCheckpoint) -> None:
@@ -64,8 +60,8 @@ def read_through(
         FormatError, CryptoError, CkptmgrError: From the source, or the CRC32 differs.
     """
     crc = _stated_crc(opened) if check_crc else None
-    if isinstance(opened.source, FramesSource):
-        check_frames(opened.source, crc=crc)
+    if opened.frames is not None:
+        check_frames(opened.frames, crc=crc)
     else:
         read_every_byte(
             opened.source,
@@ -80,8 +76,7 @@ def read_through(
 
 def check_values(opened: OpenCheckpoint) -> None:
     """Raise FormatError if a bool is neither 0 nor 1; other types accept every value."""
-    index = opened.index
-    for entry in index.tensors() if isinstance(index, CkptIndex) else index.entries:
+    for entry in opened.index.tensors():
         if entry.spec.dtype.name == "bool":
             for _ in chunks_of(opened.source, entry):
                 pass
@@ -89,10 +84,7 @@ def check_values(opened: OpenCheckpoint) -> None:
 
 def _stated_crc(opened: OpenCheckpoint) -> FileCrc | None:
     """Return the CRC32 computation for a file that has a CRC32, else None."""
-    index = opened.index
-    if index.crc is None:
-        return None
-    return BodyCrc(index.body_bytes) if isinstance(index, CkptIndex) else ContentsCrc(index.entries)
+    return None if opened.index.crc is None else opened.index.start_crc()
 
 
 def read_every_byte(
@@ -141,16 +133,13 @@ def fill_arrays(
     if check_crc:
         _refuse_missing_crc(opened)
     crc = _stated_crc(opened) if check_crc else None
-    if opened.unit_bytes or isinstance(opened.source, FramesSource):
-        _read(opened, entries, arrays, crc=crc, made=made)
-        if crc is not None:
-            check_stored_crc(opened.index.crc, crc.value())
-    elif crc is not None:
+    if crc is not None and opened.frames is None and not opened.unit_bytes:
         buffers = {key: flat_memory(array) for key, array in arrays.items()}
         check_stored_crc(opened.index.crc, _read_all_in_order(opened, buffers))
-    else:
-        for entry in entries:
-            read_tensor_into(opened.source, entry, flat_memory(arrays[id(entry)]))
+        return
+    _read(opened, entries, arrays, crc=crc, made=made)
+    if crc is not None:
+        check_stored_crc(opened.index.crc, crc.value())
 
 
 def _refuse_missing_crc(opened: OpenCheckpoint) -> None:
@@ -185,25 +174,15 @@ def _read(
     crc: FileCrc | None,
     made: NewArrays | None,
 ) -> None:
-    """Fill the arrays from a file that is read in pieces."""
     with gc_paused():
         others = entries if made is None else made.outside_arenas(entries)
-        placements = sorted(_placements(others, arrays), key=_offset_of)
-    if isinstance(opened.source, FramesSource):
-        read_frames(opened.source, placements, crc=crc)
-    else:
-        batches = () if made is None else made.batches
-        read_scattered(
-            opened.source,
-            sorted([*placements, *batches], key=_offset_of) if batches else placements,
-            arenas=() if made is None else made.arenas,
-            unit_bytes=opened.unit_bytes,
-            crc=crc,
-            unverified=opened.unverified,
-            also_units=()
-            if opened.unverified is None
-            else opened.unverified.units(opened.unit_bytes),
-        )
+        placements = sorted(_placements(others, arrays), key=operator.attrgetter("offset"))
+    opened.read(
+        placements,
+        batches=() if made is None else made.batches,
+        arenas=() if made is None else made.arenas,
+        crc=crc,
+    )
     for entry in entries:
         if entry.spec.dtype.name == "bool" and entry.pieces:
             content = flat_memory(arrays[id(entry)])

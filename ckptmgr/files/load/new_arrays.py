@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.arenas import Arena, make_arrays, new_array
 from ckptmgr.io.scatter import SmallTensorBatch, SmallTensorBatches, piece_bytes_of
@@ -29,7 +28,7 @@ class NewArrays:
         self.arrays: dict[int, np.ndarray] = {}
         self.large = list(entries)
         self.batches: list[SmallTensorBatch] = []
-        is_in_pieces = opened.unit_bytes and not isinstance(opened.source, FramesSource)
+        is_in_pieces = opened.unit_bytes and opened.frames is None
         if is_in_pieces:
             small = SmallTensorBatches(self.arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
             self.large = small.take(self.large)

@@ -8,7 +8,8 @@ needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +18,7 @@ from ckptmgr.core.error_translation import translated_errors, unproven_error
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
+from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
 from ckptmgr.files.load.state import check_documents
@@ -24,14 +26,16 @@ from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.mindspore import reader as mindspore_reader
 from ckptmgr.formats.mindspore.entries import CkptEntry
 from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
-from ckptmgr.formats.safetensors_layout import in_listed_order
 from ckptmgr.formats.source import Source
+from ckptmgr.io.arenas import Arena
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
+from ckptmgr.io.scatter import Placement, SmallTensorBatch, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.store.manifest.codec import Manifest
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from ckptmgr.store.store import Store
 
 _Result = TypeVar("_Result")
+_offset_of = operator.attrgetter("offset")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,24 +75,66 @@ class OpenCheckpoint:
     @property
     def format(self) -> str:
         """`ckpt` or `safetensors`."""
-        return "ckpt" if isinstance(self.index, CkptIndex) else "safetensors"
+        return self.index.format
 
     @property
     def entries(self) -> Sequence[CkptEntry]:
         """Its entries, in the order that users see; `index.entries` are in file order."""
-        if isinstance(self.index, CkptIndex):
-            return self.index.entries
-        return in_listed_order(self.index.entries)
+        return self.index.listed
+
+    @property
+    def frames(self) -> FramesSource | None:
+        """The source of a compressed file."""
+        return self.source if isinstance(self.source, FramesSource) else None
 
     @property
     def compressed_bytes(self) -> int | None:
         """Bytes of the compressed file that the source expands, or None if it is not compressed."""
-        return self.source.stored_bytes if isinstance(self.source, FramesSource) else None
+        return None if self.frames is None else self.frames.stored_bytes
 
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata strings of the file."""
         return dict(self.index.metadata or {})
+
+    def read(
+        self,
+        placements: Sequence[Placement],
+        *,
+        batches: Sequence[SmallTensorBatch] = (),
+        arenas: Sequence[Arena] = (),
+        crc: FileCrc | None = None,
+        confirmed: Iterable[int] | None = None,
+    ) -> None:
+        """Fill the targets of placements, in order of their offsets, batches and arenas, verified.
+
+        Frames are verified by their table, cipher blocks by their tags, plain files by the digests
+        of their ranges. `crc` gets every byte that it covers. The units in `confirmed` are read
+        whole, to check the unverified reads of the index; by default all that have such reads.
+
+        Raises:
+            CkptmgrError, FormatError, CryptoError: The bytes or the index are damaged; the targets
+                are then undefined.
+            OSError: From the disk.
+        """
+        if self.frames is not None:
+            read_frames(self.frames, placements, crc=crc)
+        elif self.unit_bytes:
+            unverified = self.unverified
+            if confirmed is None:
+                confirmed = () if unverified is None else unverified.units(self.unit_bytes)
+            read_scattered(
+                self.source,
+                sorted([*placements, *batches], key=_offset_of) if batches else placements,
+                arenas=arenas,
+                unit_bytes=self.unit_bytes,
+                crc=crc,
+                unverified=unverified if confirmed else None,
+                also_units=confirmed,
+            )
+        else:
+            for one in placements:
+                self.source.read_into(one.offset, one.target)
 
 
 def open_source(
@@ -205,10 +252,7 @@ def open_indexed(
                 index = _index(unverified, path, plain.format)
         if index is None:
             index, unverified = _index(plain.source, path, plain.format), None
-        packed = plain.source if isinstance(plain.source, FramesSource) else None
-        stored_bytes = plain.source.size if packed is None else packed.stored_bytes
-        check_documents(index.metadata or {}, stored_bytes=stored_bytes)
-        return OpenCheckpoint(
+        opened = OpenCheckpoint(
             path=path,
             source=plain.source,
             index=index,
@@ -218,6 +262,9 @@ def open_indexed(
             unit_bytes=plain.unit_bytes,
             unverified=unverified,
         )
+        stored_bytes = plain.source.size if opened.frames is None else opened.frames.stored_bytes
+        check_documents(index.metadata or {}, stored_bytes=stored_bytes)
+        return opened
 
 
 def _index(source: Source, path: str, format: str | None) -> CkptIndex | SafetensorsIndex:

@@ -26,7 +26,6 @@ from ckptmgr.core.regions import (
     whole_region,
 )
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.shard_files import OpenShards
 from ckptmgr.files.load.shard_pieces import StoredPiece, placed
 from ckptmgr.formats.index import TensorEntry, check_content
@@ -192,7 +191,7 @@ class ShardedCheckpoint(OpenShards):
                 placements += placed(entry, run.source_offset, view)
         placements.sort(key=lambda one: one.offset)
         with translated_errors(opened.path):
-            read_parts(opened, placements, is_confirmed=number in self._confirmed)
+            opened.read(placements, confirmed=() if number in self._confirmed else None)
         self._confirmed.add(number)
         self.used.add(number)
 

@@ -13,18 +13,16 @@ import numpy as np
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.bulk import read_through
-from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
 from ckptmgr.files.load.named_part import as_framework, converted
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.values import MapArrays, Value, read_values, tensor_value
-from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
 from ckptmgr.formats.tensor import ContentPieces, TensorSpec, flat_memory
 from ckptmgr.io.arenas import new_array
 from ckptmgr.io.digest import RANGE_BYTES
-from ckptmgr.io.scatter import Placement, read_scattered
+from ckptmgr.io.scatter import Placement
 from ckptmgr.io.threads import PIECE_BYTES
 
 
@@ -251,16 +249,11 @@ class CheckpointReader:
                 check_content(entry, flat_memory(array), offset=one.offset)
 
     def _fill(self, placements: list[Placement]) -> None:
-        opened = self._opened
-        is_large = sum(one.target.nbytes for one in placements) > PIECE_BYTES
-        if is_large and isinstance(opened.source, FramesSource):
-            read_frames(opened.source, placements)
-            return
-        if is_large and opened.unit_bytes:
-            read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
+        if sum(one.target.nbytes for one in placements) > PIECE_BYTES:
+            self._opened.read(placements, confirmed=())
             return
         for one in placements:  # the source keeps the range or block for the next tensor
-            opened.source.read_into(one.offset, one.target)
+            self._opened.source.read_into(one.offset, one.target)
 
     def _confirm(self, entry: CkptEntry) -> None:
         """Check the description of a value, unless the opening did."""
@@ -279,18 +272,11 @@ class CheckpointReader:
         return opened.unverified.units(opened.unit_bytes)
 
     def _confirm_units(self, units: set[int]) -> None:
-        opened = self._opened
         units = units - self._confirmed
         if not units:
             return
-        with translated_errors(opened.path):
-            read_scattered(
-                opened.source,
-                [],
-                unit_bytes=opened.unit_bytes,
-                unverified=opened.unverified,
-                also_units=units,
-            )
+        with translated_errors(self._opened.path):
+            self._opened.read([], confirmed=units)
         self._confirmed |= units
 
     def _entry(self, name: str) -> CkptEntry:

@@ -101,7 +101,7 @@ def write_image(
         FormatError: A tensor gave other bytes than it promised.
     """
     started = time.perf_counter()
-    stream = _stream_of(image, sealer)
+    stream = stream_of(image, sealer)
     digests = _Writer(stream, file).run()
     digest = FileDigest(
         size_bytes=stream.size, ranges=tuple(digests), blank_bytes=stream.blank_bytes
@@ -112,7 +112,8 @@ def write_image(
 _Stream: TypeAlias = "PlainStream | SealedStream | ContainerStream"
 
 
-def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _Stream:
+def stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _Stream:
+    """Return the bytes of the new file, to be produced chunk by chunk."""
     if sealer is None:
         return PlainStream(image)
     from ckptmgr.crypto.container.writer import ContainerSealer

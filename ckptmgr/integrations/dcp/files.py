@@ -18,7 +18,6 @@ from ckptmgr.core.regions import Region, byte_runs, region_shape
 from ckptmgr.files.load.bulk import confirm_index
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.integrations.dcp.index import INDEX_NAME, INDEX_VERSION, MARK, DcpIndex, parse_index
@@ -85,7 +84,7 @@ class ShardFile:
             yield Placement(start + run.source_offset, target)
 
     def _fill(self, placements: Sequence[Placement]) -> None:
-        read_parts(self._opened, placements, is_confirmed=self._is_confirmed)
+        self._opened.read(placements, confirmed=() if self._is_confirmed else None)
         self._is_confirmed = True
 
     def _entry(self, name: str) -> TensorEntry:

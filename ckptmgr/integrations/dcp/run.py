@@ -29,6 +29,7 @@ from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal
 from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.series.commit import Alone
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
@@ -86,6 +87,14 @@ class _Attempt:
     watch: SaveWatch
 
 
+class _Coordinator(Alone):
+    """The one process that begins and commits; the files of all ranks are recovered with its own."""
+
+    def recover(self) -> list[str]:
+        """Remove the leftovers of dead writers."""
+        return RankFiles(self._writer.store).recover(self._writer.series)
+
+
 class DcpRun:
     """The writing of this process in a series."""
 
@@ -101,7 +110,7 @@ class DcpRun:
             options=options,
             clock=place.clock,
             observers=observers,
-            rank_files=self._files,
+            commit=_Coordinator,
         )
         self.writer.ways_out = (
             "load it before the first step; to begin beside it on purpose, give another prefix"

@@ -24,7 +24,7 @@ def note_classes(optimizers: list[Any], checkpoint: dict[str, Any]) -> None:
 
 
 def stored_optimizers(checkpoint: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a checkpoint says of its optimizers."""
+    """Return the optimizers that a checkpoint describes."""
     return {
         name: checkpoint[name] for name in (_STATES, _CLASSES, _SCHEDULES) if name in checkpoint
     }

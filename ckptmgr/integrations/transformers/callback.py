@@ -252,7 +252,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._open.close()
 
     def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
-        """Compare what the Trainer has loaded with the checkpoint; refuse it if it loads none."""
+        """Compare the state that the Trainer has loaded with the checkpoint; refuse it if it loads none."""
         self._model = kwargs["model"]
         self._check_model()
         self._model = self._stored_model = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `TrainerCheckpoints` refuses, and warns of, before the first step."""
+"""Refusals and warnings of a `TrainerCheckpoints` before the first step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_model(model: Any, stored: Mapping[str, str]) -> None:
 
 
 def check_optimizer(optimizer: Any, scheduler: Any, stored: Mapping[str, Any]) -> None:
-    """Raise StateMismatch if an optimizer or a schedule is another than what it has loaded."""
+    """Raise StateMismatch if an optimizer or a schedule is another than the loaded one."""
     at = Path().key("optimizer")
     # Its groups have the stored names by now; its state belongs to the present parameters.
     loaded = {**optimizer.state_dict(), "param_groups": stored["param_groups"]}

@@ -30,7 +30,6 @@ from ckptmgr.observe.events import Event
 from ckptmgr.observe.json_lines import EventLines
 from ckptmgr.policy.forecast import most_kept
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 
 MOST_COLUMNS = 20
@@ -224,10 +223,10 @@ def make_report(
     if isinstance(policy, RetentionPolicy):
         policies = [policy]
     try:
-        batches = trash.batches(store)
+        batches = () if store.trash is None else store.trash.batches()
     except (CkptmgrError, OSError) as error:
         refused.append(error)
-        batches = []
+        batches = ()
     thrown = [one for batch in batches for one in batch.checkpoints if series in (None, one.series)]
     entries += [_entry(one, one.run_id, Fate.TRASH, checks) for one in thrown]
     entries += _gone(own, {one.path.name for one in entries})

@@ -17,12 +17,13 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.leases import LEASE_SUFFIX, holders_in, lease_path, read_text
 from ckptmgr.io.temp_names import final_name, parse_temp
-from ckptmgr.maintenance.prune import PruneResult, carry_out, propose
-from ckptmgr.maintenance.prune_plan import PolicyOf, Spared, nothing_spared
+from ckptmgr.maintenance.prune import carry_out, propose
+from ckptmgr.maintenance.prune_plan import PolicyOf, RunPlanner, Spared, nothing_spared
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint, was_removed
 from ckptmgr.maintenance.watch.model import Holder, Listing, Seen
 from ckptmgr.policy.rules import RetentionPolicy
+from ckptmgr.store.applied import Applied
 from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
@@ -96,7 +97,7 @@ class WatchedDirectory:
         at: float,
         grace: timedelta,
         stays: Spared = nothing_spared,
-    ) -> PruneResult:
+    ) -> Applied:
         """Apply retention to one series, into the trash; remove expired batches from the trash.
 
         `stays` says which checkpoints stay whatever the policy says.
@@ -106,8 +107,9 @@ class WatchedDirectory:
         """
         with self.store.fs.hold_directory(self.path):
             now = datetime.fromtimestamp(at, UTC)
-            proposal = propose(self.store, policy, now=now, series=series, grace=grace, stays=stays)
-            done = PruneResult() if proposal.is_empty else carry_out(self.store, proposal)
+            planner = RunPlanner(self.store, stays)
+            proposal = propose(self.store, policy, planner, now=now, series=series, grace=grace)
+            done = Applied() if proposal.is_empty else carry_out(self.store, proposal, planner)
             done.failures += proposal.refused
             if len(proposal.undecided) > len(proposal.refused):
                 done.failures.append(

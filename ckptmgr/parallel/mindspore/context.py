@@ -148,7 +148,7 @@ def set_auto_parallel_context(**settings: object) -> None:
     """Change settings of the context of this process, all of them or none.
 
     Managers and callbacks that are made later, and calls of the functions of `ckptmgr.parallel`,
-    follow it unless they get a `context=` of their own. Takes and raises what
+    follow it unless they get a `context=` of their own. Takes and raises as
     `AutoParallelContext.set` does.
     """
     _OF_PROCESS.set(**settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Placement`: the settings of an `AutoParallelContext` that concern checkpoints.
+"""`MindSporePlacement`: the settings of an `AutoParallelContext` that concern checkpoints.
 
 It gives the place of this process among the ranks, and how tensors are cut over them. A setting
 that was not given is None and has no effect. Settings that contradict each other, a coordinator, a
@@ -34,7 +34,7 @@ _UNCUT_MODES = ("stand_alone", "data_parallel")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class MindSporePlacement:
     """The place of this process among the ranks, and the strategy that cuts tensors over them.
 
     Attributes:
@@ -164,7 +164,7 @@ class Placement:
             self._refuse_cut(layouts)
         return {name: self._sharded(name, layout) for name, layout in layouts.items()}
 
-    def source(self, strategy: str | os.PathLike[str] | None) -> Placement:
+    def source(self, strategy: str | os.PathLike[str] | None) -> MindSporePlacement:
         """Return what holds for files that a tool reads: nothing beside a given strategy."""
         return self if strategy is None else NOWHERE
 
@@ -235,11 +235,11 @@ class Placement:
         return size_bytes >= self.threshold_kib << 10
 
 
-NOWHERE = Placement()
+NOWHERE = MindSporePlacement()
 """No setting was given."""
 
 
-def placement_of(context: AutoParallelContext | None) -> Placement:
+def placement_of(context: AutoParallelContext | None) -> MindSporePlacement:
     """Return the placement that a context gives, or for None the context of this process.
 
     Raises:
@@ -249,7 +249,7 @@ def placement_of(context: AutoParallelContext | None) -> Placement:
     given = context_in_force(context).given
     config: Mapping[str, int] = given("parallel_optimizer_config") or {}
     size = given("optimizer_weight_shard_size")
-    return Placement(
+    return MindSporePlacement(
         world=given("device_num"),
         rank=given("global_rank"),
         mode=given("parallel_mode"),

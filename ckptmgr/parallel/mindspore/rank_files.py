@@ -36,7 +36,7 @@ from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.mindspore.rank_steps import ChosenStep, choose_step, refuse_mixture
+from ckptmgr.parallel.mindspore.rank_steps import ChosenRanks, choose_step, refuse_mixture
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.store import Store
 
@@ -97,7 +97,7 @@ def source_files(
     file_suffix: str | None = None,
     step: str | None = None,
     is_whole: bool = False,
-) -> ChosenStep:
+) -> ChosenRanks:
     """Return the files of all ranks at one step, of one format; `function` is named in messages.
 
     With a `file_suffix` only safetensors files whose stem ends with it count. `is_whole` takes the

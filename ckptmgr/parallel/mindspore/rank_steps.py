@@ -47,7 +47,7 @@ class Label(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChosenStep:
+class ChosenRanks:
     """The files of one step, by rank."""
 
     paths: Mapping[int, Path]
@@ -72,7 +72,7 @@ def choose_step(
     *,
     step: str | None = None,
     has_step: Callable[[Path, int], bool] = lambda _path, _step: False,
-) -> ChosenStep:
+) -> ChosenRanks:
     """Return the file of each rank at one step: the newest that all ranks have, or the one named.
 
     Files whose names have no step are taken as they are; of several the one with the largest
@@ -95,7 +95,7 @@ def choose_step(
     }
     paths = {rank: _newest(found) for rank, found in places.items() if rank not in known}
     if not labels:
-        return ChosenStep(paths=dict(sorted(paths.items())))
+        return ChosenRanks(paths=dict(sorted(paths.items())))
     common = set.intersection(*labels.values())
     if not common:
         raise MixedSteps(
@@ -108,7 +108,7 @@ def choose_step(
             [(path, place) for path, place in found.items() if _is_one_of(place, best, shared)]
         )
     newer = sorted({one for own in labels.values() for one in own if one.position > position})
-    return ChosenStep(
+    return ChosenRanks(
         paths=dict(sorted(paths.items())),
         step=_text(position),
         notes=tuple(_passed_over(newer, labels, position)),
@@ -119,7 +119,7 @@ def _chosen_by_user(
     places: Mapping[int, Mapping[Path, NamedSave | None]],
     step: str,
     has_step: Callable[[Path, int], bool],
-) -> ChosenStep:
+) -> ChosenRanks:
     paths: dict[int, Path] = {}
     for rank, found in places.items():
         named = [(path, place) for path, place in found.items() if _says(place, step)]
@@ -135,7 +135,7 @@ def _chosen_by_user(
         raise CheckpointNotFound(f"no rank has step {step}: {_steps_of(labels)}")
     left_out = sorted(set(places) - set(paths))
     notes = (f"left out: {_ranks(left_out)} without step {step}",) if left_out else ()
-    return ChosenStep(paths=dict(sorted(paths.items())), step=step, notes=notes)
+    return ChosenRanks(paths=dict(sorted(paths.items())), step=step, notes=notes)
 
 
 def named_save(name: str) -> NamedSave | None:

@@ -38,7 +38,7 @@ from ckptmgr.parallel.layout import (
 )
 from ckptmgr.parallel.mindspore.context import AutoParallelContext
 from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
-from ckptmgr.parallel.mindspore.placement import NOWHERE, Placement, placement_of
+from ckptmgr.parallel.mindspore.placement import NOWHERE, MindSporePlacement, placement_of
 from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
@@ -141,7 +141,7 @@ def rewrite(
     reading: ReadOptions,
     options: SaveOptions,
     step: str | None = None,
-    placement: Placement = NOWHERE,
+    placement: MindSporePlacement = NOWHERE,
 ) -> WrittenFiles:
     """Write `rank_R/{prefix}{R}` for all ranks of the output; raises as `transform_checkpoints`.
 
@@ -322,7 +322,7 @@ def _check(
     paths: Mapping[int, object],
     source: Layouts | None,
     target: Layouts | None,
-    placement: Placement,
+    placement: MindSporePlacement,
 ) -> None:
     placement.check_source(source, paths)
     if source is None and len(paths) > 1 and not placement.is_replicated:

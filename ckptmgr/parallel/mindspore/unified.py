@@ -33,7 +33,7 @@ from ckptmgr.parallel.mindspore.outputs import (
     write_file,
     write_small_file,
 )
-from ckptmgr.parallel.mindspore.placement import NOWHERE, Placement, placement_of
+from ckptmgr.parallel.mindspore.placement import NOWHERE, MindSporePlacement, placement_of
 from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
@@ -151,7 +151,7 @@ def unify(
     choose: ChooseNames | None = None,
     share: tuple[int, int] = (1, 1),
     step: str | None = None,
-    placement: Placement = NOWHERE,
+    placement: MindSporePlacement = NOWHERE,
 ) -> WrittenFiles:
     """Join the checkpoints of all ranks in plain files; otherwise as `unified_safetensors`.
 

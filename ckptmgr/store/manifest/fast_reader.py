@@ -107,7 +107,7 @@ def checkpoint_in(data: bytes, path: Path) -> Checkpoint | None:
         saved = datetime.fromisoformat(saved_at)
     except ValueError:
         return None
-    # What the layout allows in quotes, and its numbers, are their own JSON.
+    # Quoted texts that the layout allows, and its numbers, are their own JSON.
     named = [] if parents == "[]" else _TEXT_IN_LIST.findall(parents)
     identity = checkpoint_id(
         series=f'"{series}"',

@@ -12,7 +12,7 @@ from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import BlockSealer, open_blocks
 from ckptmgr.crypto.mindspore.records import find_records
-from ckptmgr.crypto.source import Source
+from ckptmgr.crypto.source import Ciphertext
 from ckptmgr.formats.source import BytesSource
 
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
@@ -57,7 +57,7 @@ def split(file: bytes, mode: str) -> list[bytes]:
     return [file[a:b] for a, b in pairwise(starts)]
 
 
-def read_range(source: Source, offset: int, length: int) -> bytes:
+def read_range(source: Ciphertext, offset: int, length: int) -> bytes:
     """Return `length` bytes of `source` from `offset` on."""
     buffer = bytearray(length)
     source.read_into(offset, memoryview(buffer))

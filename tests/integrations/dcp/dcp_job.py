@@ -93,7 +93,7 @@ class _Job:
         self.save(trained(mesh, seed=1), 1, self.plain, name="replicas")
 
     def is_loaded(self, mesh: Any, whole: dict[str, Any], name: str) -> bool:
-        """Load into a model of another seed, over the ranks of a mesh; return whether it is equal to what was saved."""
+        """Load into a model of another seed, over the ranks of a mesh; return whether it is equal to the saved one."""
         import torch
         import torch.distributed.checkpoint as dcp
 
@@ -134,7 +134,7 @@ class _Job:
 
     @staticmethod
     def failing(work: Callable[[], None]) -> list[object]:
-        """Return what was raised: its type, and the types of the errors of the ranks that failed."""
+        """Return the error: its type, and the types of the errors of the ranks that failed."""
         try:
             work()
         except BaseException as error:

@@ -60,7 +60,7 @@ class Cut(torch.Tensor):
 
 
 def cut(whole: torch.Tensor, rank: int, world: int, *, dimension: int = 0) -> Cut:
-    """Return what a rank holds of a tensor that is cut along a dimension as `torch.chunk` does."""
+    """Return the part that a rank holds of a tensor that is cut along a dimension as `torch.chunk` does."""
     chunks = whole.chunk(world, dim=dimension)
     offsets = [0] * whole.dim()
     offsets[dimension] = sum(one.size(dimension) for one in chunks[:rank])
@@ -104,7 +104,7 @@ def load(readers: Sequence[StorageReader], states: Sequence[State]) -> None:
 
 
 class CountingDisk(FailingDisk):
-    """The real disk, counting what is read.
+    """The real disk, counting its reads.
 
     Attributes:
         read_bytes: Name to bytes read.

@@ -92,7 +92,7 @@ def _one_process_is_enough() -> Iterator[None]:
 
 
 def names(directory: Path) -> list[str]:
-    """Return what is in a directory, without the lease."""
+    """Return the names in a directory, without the lease."""
     return sorted(one.name for one in directory.iterdir() if not one.name.endswith(".lease"))
 
 
@@ -355,7 +355,7 @@ def test_retention_counts_the_run_also_after_a_restart_that_loads(tmp_path: Path
     manifest = Store(tmp_path).read_manifest("ckpt-3.shards")
     assert manifest is not None
     assert manifest.keep == "last(2)"
-    assert save_steps(4) == [2, 3, 4]  # another run: what it did not write is not its own
+    assert save_steps(4) == [2, 3, 4]  # another run: files of others are not its own
     reader = StorageReader(tmp_path)
     dcp.load({"w": torch.ones(1)}, storage_reader=reader)
     assert save_steps(5) == [2, 3, 4, 5]  # the one that was resumed from stays
@@ -703,7 +703,7 @@ def test_writer_that_travels_to_another_process_stays_in_its_run(tmp_path: Path)
     there.reset("3")
     dcp.save({"w": torch.ones(1)}, storage_writer=there)
     first, third = sorted(Store(tmp_path).scan(), key=lambda c: c.step)
-    assert [first.step, third.step] == [1, 3]  # what was resumed from stays, step 2 was ours
+    assert [first.step, third.step] == [1, 3]  # the origin of the resume stays, step 2 was ours
     assert copy.copy(StorageWriter(tmp_path / "none", step=1)).checkpoint_id.endswith(
         "ckpt-1.shards"
     )

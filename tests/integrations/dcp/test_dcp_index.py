@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index of checkpoints of DCP: what is written comes back, whatever else is refused with a reason."""
+"""The index of checkpoints of DCP: a written one comes back, whatever else is refused with a reason."""
 
 from __future__ import annotations
 

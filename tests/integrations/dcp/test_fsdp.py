@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FSDP2: what four real ranks of gloo save, other numbers of ranks load bit by bit; and what a rank does by itself."""
+"""FSDP2: checkpoints of four real ranks of gloo load bit by bit on other numbers of ranks; and one rank by itself."""
 
 from __future__ import annotations
 

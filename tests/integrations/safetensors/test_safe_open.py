@@ -128,7 +128,7 @@ def test_keys_of_a_ckpt_are_its_tensors_alone(tmp_path: Path) -> None:
 
 
 def outcome(read: Callable[[], Any]) -> tuple[object, ...]:
-    """Return what a read gives, in a form that compares."""
+    """Return the result of a read, in a form that compares."""
     try:
         value = np.asarray(read())
     except (safetensors.SafetensorError, IndexError, TypeError, ValueError) as error:

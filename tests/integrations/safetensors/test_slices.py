@@ -20,7 +20,7 @@ TENSORS: dict[str, Any] = {
 
 
 def both(folder: Path, framework: str, name: str, index: Any) -> tuple[Any, Any]:
-    """Return what the library and ckptmgr give for an index: a value or an error."""
+    """Return the answers of the library and of ckptmgr for an index: a value or an error."""
     ckptmgr.save_file(TENSORS, folder / "plain")
     ckptmgr.save_file(TENSORS, folder / "sealed", key=KEY)
     found: list[Any] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random layouts, and an independent answer to what a device holds: whole tensors cut with NumPy, axis by axis."""
+"""Random layouts, and an independent answer to the part of each device: whole tensors cut with NumPy, axis by axis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel import ParallelLayout
 
 
 @st.composite
@@ -52,7 +52,7 @@ def shape_for(layout: ParallelLayout, *, times: int = 1) -> tuple[int, ...]:
 
 
 def held_by(layout: ParallelLayout, device: int, whole: np.ndarray) -> np.ndarray:
-    """Cut the whole tensor axis by axis down to what a device holds; deliberately simple and slow."""
+    """Cut the whole tensor axis by axis down to the part of a device; deliberately simple and slow."""
     coordinates = np.unravel_index(device, layout.device_matrix) if layout.device_matrix else ()
     part = whole
     for dimension, axes in enumerate(layout.tensor_map):

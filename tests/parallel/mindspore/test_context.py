@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.parallel.mindspore.context import AutoParallelContext, ParallelMode
+from ckptmgr.parallel import AutoParallelContext, ParallelMode
 from ckptmgr.parallel.mindspore.context_keys import KEY_CHECKS
 
 RECORDED: dict[str, Any] = json.loads(

@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 
 import ckptmgr.parallel
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, load_checkpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    RankFailed,
+    Ranks,
+    load_checkpoint,
+)
 from ckptmgr import save_checkpoint as save_file
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
@@ -38,7 +45,6 @@ from ckptmgr.parallel import (
     transform_checkpoints,
     unified_safetensors,
 )
-from ckptmgr.parallel.errors import RankFailed
 from tests.cli.running import run
 from tests.parallel.mindspore.test_transform import GOLDEN, assert_same, loaded
 from tests.parallel.ranks import Meeting, Seat, run_ranks

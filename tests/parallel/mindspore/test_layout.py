@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr import CorruptCheckpoint
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import (
-    ParallelLayout,
-    devices_per_stage,
-    layouts_of,
-    read_layouts,
-    stage_count,
-)
+from ckptmgr.parallel import LayoutError, ParallelLayout, read_layouts
+from ckptmgr.parallel.layout import devices_per_stage, layouts_of, stage_count
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transform"
 READABLE: dict[str, list[dict[str, dict[str, Any]]]] = json.loads(

@@ -15,9 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.formats.strategy import StrategyLayout
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.mindspore.merge import SlicedParameter, merge_sliced_parameter
+from ckptmgr.parallel import LayoutError, ParallelLayout, SlicedParameter, merge_sliced_parameter
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 
 CASES: list[dict[str, Any]] = json.loads(

@@ -12,8 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CheckpointNotFound, KeyProblem
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    KeyProblem,
+    load_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel import (
     LayoutError,
@@ -60,7 +66,7 @@ def train(folder: Path, steps: Iterable[int], *, is_resumed: bool = False) -> No
 def bare_files(directory: Path, names: Mapping[int, Sequence[str]]) -> Path:
     """Make the directories of ranks with files as MindSpore leaves them, without manifests.
 
-    `w` holds what the last number in the name says.
+    `w` holds the last number in the name.
     """
     for rank, found in names.items():
         folder = directory / f"rank_{rank}"
@@ -414,7 +420,7 @@ def test_newest_step_that_the_key_does_not_prove_is_left_out_and_said(tmp_path: 
     for rank in range(2):
         for path in (elsewhere / f"rank_{rank}").glob("net-30.*"):
             shutil.copy(path, source / f"rank_{rank}")
-    # Damage of what is not taken does not matter.
+    # Damage in files that are not taken does not matter.
     manifest = source / "rank_0" / "net-10.ckpt.manifest.json"
     manifest.chmod(0o600)
     manifest.write_text("{")

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.core.regions import Interval, byte_runs
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-from ckptmgr.parallel.mindspore.reshard import (
-    needed_ranks,
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
     plan_region,
     plan_slice,
     rank_list_for_transform,
+    read_layouts,
 )
+from ckptmgr.parallel.mindspore.reshard import needed_ranks
 from ckptmgr.parallel.mindspore.slices import gathered_ranks, region_of
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 
@@ -45,7 +46,7 @@ def common_shape(one: ParallelLayout, other: ParallelLayout) -> tuple[int, ...]:
 def gather(
     source: ParallelLayout, target: ParallelLayout, whole: np.ndarray, device: int
 ) -> np.ndarray:
-    """Read what the plan says, byte for byte, from what the slow slicer says the source ranks hold."""
+    """Read by the plan, byte for byte, from the parts of the source ranks by the slow slicer."""
     region = region_of(target, device, whole.shape)
     found = np.full([one.length for one in region], -1, whole.dtype)
     buffer = found.reshape(-1).view(np.uint8)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.core.regions import Interval
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.layout import ParallelLayout, for_shape
+from ckptmgr.parallel import LayoutError, ParallelLayout
+from ckptmgr.parallel.layout import for_shape
 from ckptmgr.parallel.mindspore.slices import full_shape, intervals_of, region_of, slicing_of
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 

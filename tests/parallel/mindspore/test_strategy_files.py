@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from ckptmgr.formats.strategy import (
     OperatorStrategy,
@@ -18,10 +18,10 @@ from ckptmgr.formats.strategy import (
     encode_strategy,
     parse_strategy,
 )
-from ckptmgr.parallel.layout import read_layouts
-from ckptmgr.parallel.mindspore.strategy_files import (
+from ckptmgr.parallel import (
     build_searched_strategy,
     merge_pipeline_strategys,
+    read_layouts,
     restore_group_info_list,
 )
 

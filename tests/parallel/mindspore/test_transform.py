@@ -13,32 +13,35 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
     UnsupportedCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.core.regions import ByteRun
-from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
-from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
-from ckptmgr.parallel.mindspore.outputs import write_file
-from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, find_rank_files
-from ckptmgr.parallel.mindspore.rank_steps import choose_step
-from ckptmgr.parallel.mindspore.reshard import rank_list_for_transform
-from ckptmgr.parallel.mindspore.resharder import Resharder
-from ckptmgr.parallel.mindspore.transform import (
-    reading_options,
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
+    SliceMissing,
+    rank_list_for_transform,
+    read_layouts,
     transform_checkpoint_by_rank,
     transform_checkpoints,
 )
+from ckptmgr.parallel.layout import whole
+from ckptmgr.parallel.mindspore.outputs import write_file
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, find_rank_files
+from ckptmgr.parallel.mindspore.rank_steps import choose_step
+from ckptmgr.parallel.mindspore.resharder import Resharder
+from ckptmgr.parallel.mindspore.transform import reading_options
+from tests.support import api
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transform"
 PAIRS = sorted(folder.name for folder in GOLDEN.glob("*__to__*"))
@@ -255,7 +258,7 @@ def test_texts_and_values_in_no_strategy_come_from_the_rank_of_that_place(tmp_pa
 def test_map_parameter_cannot_be_carried_over(tmp_path: Path) -> None:
     part = tensor_from_array("m", np.zeros((1,), np.int32))
     items: list[Item] = [MapTensors(name="m", key=part, value=part, status=part)]
-    write_file(tmp_path / "in/rank_0/net.ckpt", items, options=SaveOptions())
+    write_file(tmp_path / "in/rank_0/net.ckpt", items, options=api.SaveOptions())
     strategy = written_strategy(tmp_path / "s.ckpt", rows("w", 1))
     with pytest.raises(UnsupportedCheckpoint, match="map parameter 'm'"):
         transform_checkpoints(tmp_path / "in", tmp_path / "out", "p", strategy)
@@ -400,7 +403,7 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> No
 class CountingFile:
     """A file that counts the bytes that are read from it."""
 
-    def __init__(self, file: InputFile, counts: list[int]) -> None:
+    def __init__(self, file: api.InputFile, counts: list[int]) -> None:
         self._file = file
         self._counts = counts
 
@@ -416,12 +419,12 @@ class CountingFile:
         self._file.close()
 
 
-class CountingFileSystem(OsFileSystem):
+class CountingFileSystem(api.OsFileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[int] = []
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         return CountingFile(super().open(path, is_uncached=is_uncached), self.counts)
 
 

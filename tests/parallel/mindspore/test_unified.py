@@ -11,21 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import open_checkpoint, save_checkpoint
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
-from ckptmgr.files.save.job import SaveOptions
+from ckptmgr import CheckpointNotFound, CorruptCheckpoint, open_checkpoint, save_checkpoint
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
-from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-from ckptmgr.parallel.mindspore.distributed import (
+from ckptmgr.parallel import (
+    LayoutError,
+    ParallelLayout,
+    SliceMissing,
     load_distributed_checkpoint,
     load_segmented_checkpoints,
+    read_layouts,
+    unified_safetensors,
 )
 from ckptmgr.parallel.mindspore.outputs import write_file
 from ckptmgr.parallel.mindspore.slices import region_of
-from ckptmgr.parallel.mindspore.unified import unified_safetensors
 from tests.parallel.mindspore.test_transform import GOLDEN, KEY, assert_same, loaded, strategy_file
+from tests.support import api
 
 RECORDED: dict[str, Any] = json.loads((GOLDEN / "other_functions.json").read_text())
 WHOLE = {**loaded(GOLDEN / "full__to__dp2_mp2" / "src_st" / "rank_0" / "net.safetensors")}
@@ -344,7 +345,7 @@ def test_map_parameters_in_several_parts_may_be_equal(tmp_path: Path) -> None:
     part = tensor_from_array("m", np.ones((1,), np.int32))
     items: list[Item] = [MapTensors(name="m", key=part, value=part, status=part)]
     for name in ("p0.ckpt", "p1.ckpt"):
-        write_file(tmp_path / name, items, options=SaveOptions())
+        write_file(tmp_path / name, items, options=api.SaveOptions())
     assert list(load_segmented_checkpoints(str(tmp_path))) == ["m"]
 
 

@@ -13,7 +13,7 @@ class Library:
 
     Attributes:
         module: The module here that knows it.
-        needs: What must be importable.
+        needs: Modules that must be importable.
         is_peer: False for ours and for the bare disk; a peer that fails is reported and left out.
         has_target: Whether a target compares ours with it; the others take part in fewer rounds.
         has_background: Whether it can save in the background.

@@ -29,7 +29,7 @@ class Library:
         arrays = {name: jax.device_put(array) for name, array in state.items()}
         jax.block_until_ready(arrays)
         self._trees: dict[str, Mapping[str, Any]] = {"jax": arrays, "numpy": state}
-        # Weights do not get smaller, and compressing them is most of what a save would cost.
+        # Weights do not get smaller, and compressing them is most of the cost of a save.
         self._checkpointers = {
             kind: ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
             for kind in self._trees

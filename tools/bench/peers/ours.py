@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ckptmgr in every mode, and one copy in memory, which is what a background save is measured by."""
+"""ckptmgr in every mode, and one copy in memory, by which a background save is measured."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Library:
         self._disk.write_shape, self._disk.read_shape = shapes
 
     def contestants(self) -> list[Contestant]:
-        """Return the limit, and what it becomes with the work that those have who keep or check what they read."""
+        """Return the limit, and the one with the work that those have who keep or check what they read."""
         return [
             Contestant(
                 name=NAME,
@@ -67,7 +67,7 @@ class Library:
         ]
 
     def backgrounds(self) -> list[Background]:
-        """Return the limit: what the writing alone costs those who train beside it."""
+        """Return the limit: the cost of the writing alone for a training loop beside it."""
         writer = RawWriter(self._disk.write_shape)
         return [
             Background(

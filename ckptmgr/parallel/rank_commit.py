@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from ckptmgr.core.errors import SaveFailed, StoreFull, StoreLocked
@@ -17,7 +17,6 @@ from ckptmgr.core.shard_names import SET_FORMAT
 from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item
-from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.coordinator import Coordinator, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
@@ -26,16 +25,24 @@ from ckptmgr.parallel.proposal import SaveProposal, chosen_series
 from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.team import DEFAULT_TIMEOUT_S
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
-from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped
-from ckptmgr.series.followed_history import Retained
-from ckptmgr.series.writer import BegunSave, SeriesWriter
+from ckptmgr.series.commit import BegunSave
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import RankFiles
-from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")
+
+
+def together(
+    coordinator: Coordinator,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    sharing: Sharing | None = None,
+) -> Callable[[SeriesWriter], Together]:
+    """Return what makes the commit strategy of many ranks; see `Together`."""
+    return partial(Together, coordinator=coordinator, timeout_s=timeout_s, sharing=sharing)
 
 
 class BegunTogether(BegunSave):
@@ -60,8 +67,8 @@ class BegunTogether(BegunSave):
         self._save.abandon(error)
 
 
-class RankWriter(SeriesWriter):
-    """The part of one rank in writing a series. All ranks make the same calls in the same order.
+class Together:
+    """The part of one rank in what all ranks do together; see `series.commit.Commit`.
 
     `timeout_s` limits the wait for the other ranks, and the save from then on; the `run_id` of rank
     0 counts; without `sharing` each rank writes all that it holds.
@@ -69,56 +76,33 @@ class RankWriter(SeriesWriter):
 
     def __init__(
         self,
-        store: Store,
-        series: str,
+        writer: SeriesWriter,
         *,
         coordinator: Coordinator,
-        options: SaveOptions,
-        clock: Callable[[], float],
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        run_id: str | None = None,
-        observers: Observers = REGISTERED,
         sharing: Sharing | None = None,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._files = RankFiles(store)
-        super().__init__(
-            store,
-            series,
-            options=options,
-            clock=clock,
-            run_id=run_id,
-            observers=observers,
-            monotonic=monotonic,
-            rank_files=self._files,
-        )
+        self._writer = writer
+        self._files = RankFiles(writer.store)
         self._sharing = sharing
         self.coordinator = coordinator
         self.timeout_s = timeout_s
-        self._now = clock
-        self._barriers = Barriers(coordinator, series, timeout_s=timeout_s, monotonic=monotonic)
+        self._barriers = Barriers(
+            coordinator, writer.series, timeout_s=timeout_s, monotonic=writer.monotonic
+        )
         self._prefix: str | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which commits and removes."""
+        """Whether this is rank 0, which holds the lease, commits and removes."""
         return self.coordinator.rank == 0
 
-    def open(self) -> None:
-        """Take the lease and clean up after dead writers, on rank 0 only.
+    def recover(self) -> list[str]:
+        """Remove the leftovers of dead writers, and files that earlier runs never committed."""
+        return self._files.recover(self._writer.series) + self._collect_earlier()
 
-        Raises:
-            StoreLocked: Another run writes this series.
-        """
-        if self.is_first:
-            super().open()
-
-    def clean_up(self) -> list[str]:
-        """Remove leftovers of dead writers; see `SeriesWriter.clean_up`."""
-        return super().clean_up() + self._collect_earlier()
-
-    def take_series(self, choose: Callable[[], str]) -> None:
-        """Write the series that `choose` returns on rank 0; before, all have the same one.
+    def take_series(self, choose: Callable[[], str]) -> str:
+        """Return the series that `choose` returns on rank 0; before, all have the same one.
 
         Raises:
             RanksOutOfStep: They have different ones.
@@ -127,12 +111,12 @@ class RankWriter(SeriesWriter):
         """
 
         def chosen() -> Json:
-            return [self.series, choose() if self.is_first else None]
+            return [self._writer.series, choose() if self.is_first else None]
 
         rounds = self._barriers.begin_first(what="no series was chosen")
         answers = rounds.together("choose", chosen, stop=self._barriers.stop())
-        found = chosen_series(answers)
-        self._prefix, self.series = self.series, found
+        self._prefix = self._writer.series
+        return chosen_series(answers)
 
     def prepare(self) -> None:
         """Do nothing: `open` is part of the first round, so that a failure reaches all ranks."""
@@ -144,7 +128,7 @@ class RankWriter(SeriesWriter):
             RanksOutOfStep: Another rank goes back to another step.
             RanksMissing: Some ranks did not come in time.
         """
-        own: Json = [target, *super().held_by_all(target, steps)]
+        own: Json = [target, *(step for step in steps if step <= target)]
         rounds = self._barriers.begin("rollback", what="not gone back")
         answers = rounds.together("steps", lambda: own, stop=self._barriers.stop())
         return steps_of_all(answers)
@@ -153,16 +137,14 @@ class RankWriter(SeriesWriter):
         self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint from which all ranks resume; see `first_that_all_load`."""
-        found = first_that_all_load(
+        return first_that_all_load(
             self._barriers.begin("resume", what="not resumed"),
             self.coordinator,
             candidates,
-            self.store.fs,
-            prepare=self.open,
+            self._writer.store.fs,
+            prepare=self._writer.open,
             stop=self._barriers.stop,
         )
-        self._note_damaged(found[2])
-        return found
 
     def all_prepared(self) -> AbstractContextManager[None]:
         """Leave the `with` block once every rank has run its own; see `agreement.all_prepared`."""
@@ -179,7 +161,7 @@ class RankWriter(SeriesWriter):
                 checkpoint.
             SaveFailed: Ranks did not come in time; names them. The storage holds no commit.
         """
-        step, options = job.facts.step, job.options or self.options
+        step, options = job.facts.step, job.options or self._writer.options
         rounds = self._barriers.begin(f"save {step}", what=f"step {step} was not saved")
 
         def proposed() -> Json:
@@ -188,41 +170,44 @@ class RankWriter(SeriesWriter):
             return self._proposed(job, options) if self.is_first else None
 
         proposal = self._begin(rounds, proposed, step=step)
-        deadline = Deadline.after(self._monotonic(), self.timeout_s)
+        deadline = Deadline.after(self._writer.monotonic(), self.timeout_s)
         rounds = rounds.of_attempt(proposal.attempt_id)
         items, metadata = self._divided(rounds, job.items, job.metadata, stop=deadline.end)
         save = TwoPhaseSave(
-            self.store,
+            self._writer.store,
             self.coordinator,
             rounds,
             proposal,
             deadline=deadline,
-            monotonic=self._monotonic,
+            monotonic=self._writer.monotonic,
         )
         name, facts = save.file_name, proposal.applied_to(job.facts)
         order = SaveOrder(
             name=name,
             items=items,
             options=options,
-            series=self.series,
-            draft=self.draft(name, options, facts, place=proposal.place, retention=job.retention),
+            series=self._writer.series,
+            draft=self._writer.draft(
+                name, options, facts, place=proposal.place, retention=job.retention
+            ),
             metadata=metadata,
             is_rank_file=True,
         )
-        return BegunTogether(self, job, order, save)
+        return BegunTogether(self._writer, job, order, save)
 
     def _proposed(self, job: SaveJob, options: SaveOptions) -> Json:
-        self.open()  # before a name is chosen, which another process could take
-        self.make_room_for_next(job.retention)
-        facts, present = job.facts, self.store.scan()
+        writer = self._writer
+        writer.open()  # before a name is chosen, which another process could take
+        writer.make_room_for_next(job.retention)
+        facts, present = job.facts, writer.store.scan()
         name, attempt = job.naming.free_name(facts.step, present, format=SET_FORMAT)
-        place = self.next_place(replace(facts, attempt=attempt), present)
-        now = self._now()
+        place = writer.next_place(replace(facts, attempt=attempt), present)
+        now = writer.clock()
         return SaveProposal.for_save(
             name,
             place,
             format=options.extension,
-            run_id=self.run_id,
+            run_id=writer.run_id,
             at=now if facts.at is None else facts.at,
             now=now,
             timeout_s=self.timeout_s,
@@ -245,7 +230,7 @@ class RankWriter(SeriesWriter):
             raise self._not_begun(missing) from missing
 
     def _not_begun(self, missing: RanksMissing) -> SaveFailed:
-        return SaveFailed(missing.message, path=self.store.directory, hint=missing.hint)
+        return SaveFailed(missing.message, path=self._writer.store.directory, hint=missing.hint)
 
     def _begin(
         self, rounds: CollectiveRounds, proposed: Callable[[], Json], *, step: int
@@ -255,22 +240,16 @@ class RankWriter(SeriesWriter):
             answers = rounds.together("begin", proposed, stop=self._barriers.stop())
         except RanksMissing as missing:
             elsewhere = self._barriers.give_up(step)
-            raise not_begun(missing, step, elsewhere, path=self.store.directory) from missing
+            raise not_begun(
+                missing, step, elsewhere, path=self._writer.store.directory
+            ) from missing
         begun = SaveProposal.from_json(answers[0])
-        self.run_id = begun.run_id
+        self._writer.run_id = begun.run_id
         return begun
 
-    def retain(self, policy: RetentionPolicy) -> Retained | None:
-        """Apply a retention policy and remove uncommitted files, on rank 0."""
-        if not self.is_first:
-            return None
-        decided = super().retain(policy)
-        try:
-            for sentence in self._files.collect(self.series) + self._collect_earlier():
-                _LOG.warning("%s: %s", self.store.directory, sentence)
-        except OSError as error:
-            _LOG.warning("retention: %s", error)
-        return decided
+    def collect(self) -> list[str]:
+        """Remove files that were never committed, of this run and of earlier ones of the prefix."""
+        return self._files.collect(self._writer.series) + self._collect_earlier()
 
     def _collect_earlier(self) -> list[str]:
         """Remove files that earlier, dead runs of the prefix never committed."""
@@ -278,10 +257,10 @@ class RankWriter(SeriesWriter):
             return []
         sentences: list[str] = []
         for series in self._files.garbage():
-            if series == self.series or not is_of_prefix(series, self._prefix):
+            if series == self._writer.series or not is_of_prefix(series, self._prefix):
                 continue
             try:
-                with suppress(StoreLocked), self.store.lease(series):
+                with suppress(StoreLocked), self._writer.store.lease(series):
                     sentences += self._files.collect(series)
             except OSError as error:  # such as a run of another user, whose lease we cannot have
                 sentences.append(f"could not clean up after {series}: {error}")
