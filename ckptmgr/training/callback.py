@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.config.surfaces import CALLBACK, SLICED, UNNUMBERED, check_surface
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveJob
@@ -249,15 +250,15 @@ class ModelCheckpoint(TrainingHooks):
             old: `allow_bare` itself, as in the last release, which warns.
 
         Raises:
-            ValueError: `start` has no effect in a callback.
+            ValueError: `start` is refused: a callback begins anew where it is not called.
             UnprovenCheckpoint: There are only files without manifests, and `allow_bare` is False.
             KeyProblem: There are checkpoints, but the key of the configuration opens none.
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
         how = resume_options("resume", resume, old)
         if how.start == "new":
-            raise ValueError(
-                "start='new' has no effect in a callback, which begins anew where resume is not called"
+            raise no_effect(
+                "start='new'", "in a callback", "it begins anew where resume is not called"
             )
         self._series.settle()
         writer = self._series.writer

@@ -244,7 +244,7 @@ class CheckpointManager:
             old: Its fields under their names of the last release, which warn.
 
         Raises:
-            ValueError: `allow_bare` has no effect in an object store.
+            ValueError: `allow_bare` in an object store.
             UnprovenCheckpoint: With a key or trusted keys: the series has only files without
                 manifests.
             UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
