@@ -28,7 +28,7 @@ from ckptmgr.policy.save import LastSave
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_hooks import TrainingHooks
-from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
+from ckptmgr.training.callback_names import CallbackSeries, CallbackTarget, GivenNames
 from ckptmgr.training.callback_values import (
     GivenMetrics,
     MetricsSource,
@@ -337,7 +337,7 @@ class ModelCheckpoint(TrainingHooks):
                 one.saved(handle, facts)
 
     def _save(
-        self, target: Target, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
+        self, target: CallbackTarget, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
     ) -> tuple[SaveHandle | None, SaveFacts]:
         params = run_context.original_args()
         job = SaveJob(
