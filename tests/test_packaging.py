@@ -195,8 +195,15 @@ def test_plain_save_imports_nothing_for_keys_ranks_compression_or_loading(
     statement: str, tmp_path: Path
 ) -> None:
     found = imported_by(statement, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
-    assert "ckptmgr.files.save.saver" in found
+    assert ("ckptmgr.files.save.saver" in found) == (statement != _MANAGER)
     assert _of((*_RARE, *_FOR_LOADING), found) == set()
+
+
+def test_name_of_the_manager_imports_what_a_configuration_needs_and_no_run(tmp_path: Path) -> None:
+    found = imported_by(_MANAGER, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
+    own = _of(("ckptmgr",), found)
+    assert len(own) <= 40, sorted(own)
+    assert _of(("ckptmgr.engine", "ckptmgr.series", "ckptmgr.store", "ckptmgr.files"), own) == set()
 
 
 @pytest.mark.parametrize("statement", [f"{_STEP}\n{_RESUME}", f"{_SAVE}\n{_LOAD}"])

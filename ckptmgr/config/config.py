@@ -48,26 +48,21 @@ from ckptmgr.config.checks import (
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
-from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.config.option import Option
-from ckptmgr.config.retention import (
-    DEFAULT_KEEP_MAX,
-    check_keep,
-    check_only_kept,
-    joined_policy,
-)
 from ckptmgr.core.arguments import check_is_bool, check_type
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
-from ckptmgr.policy.rules import Last, RetentionPolicy, Rule
-from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 
-if TYPE_CHECKING:  # slow to import, and needed with keys only
+if TYPE_CHECKING:  # imported by the functions that need them
+    from ckptmgr.config.memory import MemoryConfig
     from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import SigningKey
+    from ckptmgr.policy.rules import RetentionPolicy, Rule
+    from ckptmgr.policy.save import Overhead, SavePolicy
 
 
+DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")
 
 
@@ -114,13 +109,37 @@ def _load_keys(config: CheckpointConfig, _: None) -> Keys | None:
 
 
 def _check_keep(config: CheckpointConfig, keep: object) -> RetentionPolicy | None:
+    if keep is None:
+        return None
+    from ckptmgr.config.retention import check_keep
+
     return check_keep(keep, config.keep_checkpoint_max, config.keep_checkpoint_per_n_minutes)
 
 
 def _check_memory(memory: object) -> MemoryConfig | None:
-    if memory is not None and not isinstance(memory, MemoryConfig):
+    if memory is None:
+        return None
+    from ckptmgr.config.memory import MemoryConfig
+
+    if not isinstance(memory, MemoryConfig):
         raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
     return memory
+
+
+def _check_overhead(share: float | None) -> Overhead | None:
+    if share is None:
+        return None
+    from ckptmgr.policy.save import Overhead
+
+    return Overhead(share)
+
+
+def _check_only_kept(config: CheckpointConfig, _: None) -> RetentionPolicy | None:
+    if not config.save_only_kept:
+        return None
+    from ckptmgr.config.retention import check_only_kept
+
+    return check_only_kept(config.keep)
 
 
 def _check_on_error(on_error: OnError) -> OnError:
@@ -275,20 +294,20 @@ class CheckpointConfig:
             config.compression, level, format=config.format
         ),
     )
-    keep = Option[RetentionPolicy | None]("The policy `keep`, or None.", within=_check_keep)
+    keep = Option["RetentionPolicy | None"]("The policy `keep`, or None.", within=_check_keep)
     save_only_kept = Option[bool](
         "Whether rules of `keep` choose what is saved.", partial(check_is_bool, "save_only_kept")
     )
-    only_kept = Option[RetentionPolicy | None](
+    only_kept = Option["RetentionPolicy | None"](
         "The rules that choose what is saved, or None.",
-        within=lambda config, _: check_only_kept(config.keep) if config.save_only_kept else None,
+        within=_check_only_kept,
         is_plain=True,
     )
-    save_checkpoint_overhead = Option[Overhead | None](
+    save_checkpoint_overhead = Option["Overhead | None"](
         "The save policy by overhead, or None.",
-        lambda share: None if share is None else Overhead(share),
+        _check_overhead,
     )
-    memory = Option[MemoryConfig | None]("Memory of saves.", _check_memory, is_plain=True)
+    memory = Option["MemoryConfig | None"]("Memory of saves.", _check_memory, is_plain=True)
     back_pressure = Option[BackPressure](
         "What a save beside another one does.", check_back_pressure, is_plain=True
     )
@@ -401,6 +420,8 @@ class CheckpointConfig:
 
     def save_policy(self) -> SavePolicy:
         """Return the save policy: by overhead, else by steps, else by seconds, else never."""
+        from ckptmgr.policy.save import EverySeconds, EverySteps, Never
+
         if self.save_checkpoint_overhead is not None:
             return self.save_checkpoint_overhead
         if self.save_checkpoint_steps:
@@ -416,7 +437,11 @@ class CheckpointConfig:
         run those keep nothing yet, which `plan` refuses. The newest checkpoint stays under every policy
         anyway.
         """
+        from ckptmgr.policy.rules import Last, RetentionPolicy
+
         if self.keep is not None:
+            from ckptmgr.config.retention import joined_policy
+
             return joined_policy(self.keep)
         if self.keep_checkpoint_per_n_minutes:
             from ckptmgr.policy.time_rules import PerMinutes

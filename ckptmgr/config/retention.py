@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+from ckptmgr.config.config import DEFAULT_KEEP_MAX
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.policy.rules import Best, Epochs, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.tag_rules import Tagged
-
-DEFAULT_KEEP_MAX = 5
 
 
 def check_keep(
@@ -58,9 +58,10 @@ def check_only_kept(keep: RetentionPolicy | None) -> RetentionPolicy:
     for rule in keep.rules:
         is_own = type(rule).__module__.rpartition(".")[0] == own
         if is_own and not isinstance(rule, Best | Every | EveryTime | Epochs | Pinned | Tagged):
-            raise ValueError(
-                f"save_only_kept has no effect with {rule}, which keeps every new checkpoint: leave that rule out; "
-                "the newest one always stays"
+            raise no_effect(
+                "save_only_kept",
+                f"with {rule}, which keeps every new checkpoint",
+                "leave that rule out; the newest one always stays",
             )
     return keep
 

@@ -74,7 +74,7 @@ class Resume:
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
 
     Raises:
-        ValueError: `start` is neither; `allow_bare` is no bool, or has no effect.
+        ValueError: `start` is neither; `allow_bare` is no bool, or is given with `new`.
     """
 
     start: Literal["newest", "new"] = "newest"

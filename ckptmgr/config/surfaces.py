@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import parse_on_error
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE
 
 MANAGER = "CheckpointManager"
@@ -33,7 +34,7 @@ _CHANGES = (
 _AITURBO = "it is a switch of MindSpore's AITURBO store, which is not used"
 _NO_COPIES = "one process has no copies on other ranks: give a coordinator"
 _Row = tuple[str, Callable[[CheckpointConfig], bool], Mapping[str, str]]
-"""An option, whether it was given, and where it has no effect: why, and what to do instead."""
+"""An option, whether it was given, and where it is refused: why, and what to do instead."""
 _REFUSED: tuple[_Row, ...] = (
     (
         "incremental",
@@ -106,4 +107,4 @@ def check_surface(
     for option, is_given, reasons in _REFUSED:
         why = next((reasons[one] for one in places if one in reasons), None)
         if why is not None and is_given(config):
-            raise ValueError(f"{option} has no effect in {surface}: {why}")
+            raise no_effect(option, f"in {surface}", why)

@@ -29,6 +29,11 @@ def check_is_bool(name: str, value: object) -> bool:
     return check_type(name, value, bool)
 
 
+def no_effect(option: str, where: str, why: str) -> ValueError:
+    """Return the error about an option without effect somewhere, which says what to do instead."""
+    return ValueError(f"{option} has no effect {where}: {why}")
+
+
 def checked_count(name: str, count: int) -> int:
     """Return a step or epoch, also a NumPy integer, as an int of at most 63 bits."""
     try:

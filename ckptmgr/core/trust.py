@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import KeyProblem
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.errors import CryptoError
 
 if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.core.model import Checkpoint
     from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 

@@ -139,7 +139,7 @@ def save_checkpoint(
             manifest.
         kwargs: MindSpore's `remove_redundancy` (noted in the metadata of a safetensors file),
             `global_step_num` (the step in the manifest, if `append_dict` has no `step_num`) and
-            `incremental` (refused unless false); each is refused where it has no effect. Another
+            `incremental` (refused unless false); each is refused where it changes nothing. Another
             name is a TypeError, unlike in MindSpore, where `enc_kye=` writes plaintext.
 
     Returns:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ckptmgr.config.checks import check_optional_count
-from ckptmgr.core.arguments import check_is_bool
+from ckptmgr.core.arguments import check_is_bool, no_effect
 from ckptmgr.core.errors import CheckpointFileNotFound
 from ckptmgr.core.names import (
     COMPRESSED_SUFFIX,
@@ -224,7 +224,7 @@ def check_more_options(given: Mapping[str, Any], format: str) -> MoreOptions:
     """Return options that came by keyword beside the parameters; MindSpore ignores unknown ones.
 
     Raises:
-        TypeError, ValueError: One has a value that cannot be, or has no effect in this format.
+        TypeError, ValueError: One has a value that cannot be, or is not for this format.
     """
     options = MoreOptions(**given)
     if options.remove_redundancy is not None:
@@ -233,13 +233,14 @@ def check_more_options(given: Mapping[str, Any], format: str) -> MoreOptions:
     if format != "ckpt":  # see `check_safetensors_options`
         return options
     if options.incremental:
-        raise ValueError(
-            "incremental has no effect in save_checkpoint: a file with the changes of map parameters alone "
-            "cannot be loaded by itself; every file holds all of them"
+        raise no_effect(
+            "incremental",
+            "in save_checkpoint",
+            "a file with the changes of map parameters alone cannot be loaded by itself; every file holds all of them",
         )
     if options.remove_redundancy:
-        raise ValueError(
-            "remove_redundancy has no effect on a .ckpt, which cannot note it: pass format='safetensors'"
+        raise no_effect(
+            "remove_redundancy", "on a .ckpt, which cannot note it", "pass format='safetensors'"
         )
     return options
 

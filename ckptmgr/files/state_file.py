@@ -119,7 +119,7 @@ def save_state(
         The checkpoint as listed.
 
     Raises:
-        TypeError, ValueError: An argument is unusable, or has no effect; names it.
+        TypeError, ValueError: An argument is unusable, or not for this file; names it.
         UnsupportedState: A value of the state cannot be stored; names its path.
         FileNotFoundError, IsADirectoryError: There is no such directory; the path is one.
         StoreLocked, StoreFull, SaveFailed, UnsafeWrite, OSError: As `save_checkpoint`; an older

@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.subjects import Resume
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.training.manager import CheckpointManager
@@ -45,9 +46,8 @@ class FrameworkManager(CheckpointManager):
     ) -> None:
         ranks = options.get("ranks")
         if options.get("coordinator", getattr(ranks, "coordinator", None)) is not None:
-            raise ValueError(
-                f"coordinator= has no effect in {owner}, which saves runs of one process: {instead}"
-            )
+            where = f"in {owner}, which saves runs of one process"
+            raise no_effect("coordinator=", where, instead)
         old = {"start": options.pop("start")} if "start" in options else {}
         self.how = resume_options(owner, resume, old)
         self._owner = owner

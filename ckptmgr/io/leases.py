@@ -132,7 +132,7 @@ def lease_path(directory: Path, series: str) -> Path:
     return directory / f".{series}{LEASE_SUFFIX}"
 
 
-class Holder(NamedTuple):
+class LeaseHolder(NamedTuple):
     """A process in the text of a lease file: its description for people, and its token or ''.
 
     `is_cleaning`: it only cleans up after dead writers, and releases the lease at once.
@@ -153,16 +153,16 @@ def worker_text() -> str:
     return f"{describe_owner()}\n{ProcProcesses().token()} "
 
 
-def holders_in(text: str) -> tuple[Holder, Holder | None]:
+def holders_in(text: str) -> tuple[LeaseHolder, LeaseHolder | None]:
     """Return the holder in the text of a lease file, and its worker process, if any."""
     lines = [*text.splitlines(), "", "", "", ""]
     owner, worker = (_holder(*lines[at : at + 2]) for at in (0, 2))
     return owner, worker if worker.token else None
 
 
-def _holder(description: str, token_line: str) -> Holder:
+def _holder(description: str, token_line: str) -> LeaseHolder:
     shown = "".join(one for one in description if one.isprintable())[:_MAX_SHOWN]
-    return Holder(shown, token_line.partition(" ")[0], token_line.endswith(_CLEANING))
+    return LeaseHolder(shown, token_line.partition(" ")[0], token_line.endswith(_CLEANING))
 
 
 class Lease:

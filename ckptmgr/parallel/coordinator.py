@@ -18,7 +18,6 @@ from typing import Protocol, runtime_checkable
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.strict_json import Json
 
-DEFAULT_TIMEOUT_S = 600.0
 _FIRST_PIECE_S, _LONGEST_PIECE_S = 1.0, 5.0
 _LEAST_SHARE = 0.5
 _SHOWN_RANKS = 8

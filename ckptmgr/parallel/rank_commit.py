@@ -18,11 +18,12 @@ from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
-from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator, RanksMissing
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import not_begun
 from ckptmgr.parallel.proposal import SaveProposal, chosen_series
 from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
+from ckptmgr.parallel.team import DEFAULT_TIMEOUT_S
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.series.candidates import Candidates, Skipped
 from ckptmgr.series.commit import BegunSave, OfWriter

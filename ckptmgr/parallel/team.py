@@ -9,19 +9,21 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import parse_on_error
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator
-from ckptmgr.policy.save import SavePolicy
 
 if TYPE_CHECKING:  # one process needs none of this
+    from ckptmgr.config.config import CheckpointConfig
+    from ckptmgr.io.filesystem import FileSystem
+    from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.dedup import Balance, Sharing
     from ckptmgr.parallel.layout import Layouts, ParallelLayout
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.parallel.mindspore.placement import MindSporePlacement
     from ckptmgr.parallel.mindspore.strategy_files import StrategyOutput
     from ckptmgr.parallel.slicer import LayoutSlicer
+    from ckptmgr.policy.save import SavePolicy
+
+DEFAULT_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.surfaces import ADDRESS, check_surface
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.names import check_directory, check_is_run
 from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
@@ -38,20 +39,24 @@ def check_at_address(
 ) -> None:
     """Raise ValueError for an option without effect in a run that saves to an address."""
     check_surface(config, ADDRESS)
-    start = f"has no effect in a run that saves to {place}"
+    where = f"in a run that saves to {place}"
     if team.is_many:
-        raise ValueError(
-            f"coordinator {start}: many ranks write one checkpoint; save into a directory that they share, and upload it "
-            "beside the run with ckptmgr copy SEL URL"
+        raise no_effect(
+            "coordinator",
+            where,
+            "many ranks write one checkpoint; save into a directory that they share, and upload it beside the run with "
+            "ckptmgr copy SEL URL",
         )
     if has_mirror:
-        raise ValueError(
-            f"mirror {start}: every save is uploaded before it counts as saved; for copies beside a directory give the "
-            "directory"
+        raise no_effect(
+            "mirror",
+            where,
+            "every save is uploaded before it counts as saved; for copies beside a directory give the directory",
         )
     placement = team.placement
     if team.strategy is not None or (placement is not None and not placement.is_alone):
-        raise ValueError(
-            f"context {start}: strategy files and rank folders are written into directories; save into one, and upload it "
-            "with mirror=URL"
+        raise no_effect(
+            "context",
+            where,
+            "strategy files and rank folders are written into directories; save into one, and upload it with mirror=URL",
         )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.config.surfaces import CALLBACK, SLICED, UNNUMBERED, check_surface
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.notes import add_note
 from ckptmgr.files.save.job import SaveFacts, SaveJob
@@ -27,7 +28,7 @@ from ckptmgr.policy.save import LastSave
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_hooks import TrainingHooks
-from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
+from ckptmgr.training.callback_names import CallbackSeries, CallbackTarget, GivenNames
 from ckptmgr.training.callback_values import (
     GivenMetrics,
     MetricsSource,
@@ -249,15 +250,15 @@ class ModelCheckpoint(TrainingHooks):
             old: `allow_bare` itself, as in the last release, which warns.
 
         Raises:
-            ValueError: `start` has no effect in a callback.
+            ValueError: `start` is refused: a callback begins anew where it is not called.
             UnprovenCheckpoint: There are only files without manifests, and `allow_bare` is False.
             KeyProblem: There are checkpoints, but the key of the configuration opens none.
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
         how = resume_options("resume", resume, old)
         if how.start == "new":
-            raise ValueError(
-                "start='new' has no effect in a callback, which begins anew where resume is not called"
+            raise no_effect(
+                "start='new'", "in a callback", "it begins anew where resume is not called"
             )
         self._series.settle()
         writer = self._series.writer
@@ -336,7 +337,7 @@ class ModelCheckpoint(TrainingHooks):
                 one.saved(handle, facts)
 
     def _save(
-        self, target: Target, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
+        self, target: CallbackTarget, run_context: RunContext, facts: SaveFacts, watch: SaveWatch
     ) -> tuple[SaveHandle | None, SaveFacts]:
         params = run_context.original_args()
         job = SaveJob(

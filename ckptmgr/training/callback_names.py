@@ -71,7 +71,7 @@ class GivenNames:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CallbackTarget:
     """Destination of a save.
 
     `is_numbered` says whether epoch and step follow the prefix. Without them the prefix is the
@@ -176,7 +176,7 @@ class CallbackSeries:
             self.writer.take_series(self._unused_prefix)
             self._is_settled = True
 
-    def at(self, params: Any) -> Target:
+    def at(self, params: Any) -> CallbackTarget:
         """Return the target of a save now; functions are called at every step, as in MindSpore."""
         given, prefix = self.given, ""
         if given.prefix_of is not None:
@@ -185,7 +185,7 @@ class CallbackSeries:
             self.directory = check_directory(given.directory_of(params))
             self.writer.store.make_directory()
         writer, is_numbered = self.writer, given.prefix_of is None
-        return Target(
+        return CallbackTarget(
             writer=writer,
             prefix=writer.series if is_numbered else prefix,
             is_numbered=is_numbered,

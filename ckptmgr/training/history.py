@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptmgr.core.handle import SaveHandle
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.policy.save import LastSave
 
 if TYPE_CHECKING:  # a run without snapshots needs none of it
+    from ckptmgr.core.handle import SaveHandle
+    from ckptmgr.core.model import Checkpoint
+    from ckptmgr.files.save.job import SaveFacts
     from ckptmgr.training.kept_states import KeptStates
 
 
@@ -126,6 +126,13 @@ class RunPast:
     def saw(self, step: int) -> None:
         """Record a step."""
         self.seen_step = max(self.seen_step, step)
+
+    def ended(
+        self, step: int, state: object, epoch: int | None, metrics: Mapping[str, float] | None
+    ) -> None:
+        """Record the last step that ended."""
+        self.unsaved = UnsavedStep(step, state, epoch, metrics)
+        self.seen_step = step
 
     def start_fresh(self) -> None:
         """Reset to the start of a run."""

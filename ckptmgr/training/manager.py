@@ -37,25 +37,23 @@ from ckptmgr.core.arguments import (
     resolve_state,
 )
 from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.core.handle import SaveHandle
-from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.urls import is_url
-from ckptmgr.observe.observers import Observer, Observers, about
 from ckptmgr.parallel.team import team_for
-from ckptmgr.policy.save import SavePolicy, checked_save_policy
-from ckptmgr.series.candidates import notes_of
 from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
-from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.options import System, resume_options, run_options
 
 if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.config.subjects import Resume
+    from ckptmgr.core.handle import SaveHandle
+    from ckptmgr.core.model import Checkpoint, Plan
     from ckptmgr.core.trust import Trust
+    from ckptmgr.observe.observers import Observer
     from ckptmgr.parallel.mindspore.context import AutoParallelContext
     from ckptmgr.parallel.team import Ranks
     from ckptmgr.policy.forecast import Forecast
+    from ckptmgr.policy.save import SavePolicy
     from ckptmgr.remote.mirror import Mirror
     from ckptmgr.state.tree import FlatState
     from ckptmgr.training.catalog import Catalog
@@ -134,6 +132,9 @@ class CheckpointManager:
         )
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
+        from ckptmgr.observe.observers import Observers
+        from ckptmgr.policy.save import checked_save_policy
+        from ckptmgr.training.history import RunPast
         from ckptmgr.training.run import Run
         from ckptmgr.training.saving import StateSaver
 
@@ -243,7 +244,7 @@ class CheckpointManager:
             old: Its fields under their names of the last release, which warn.
 
         Raises:
-            ValueError: `allow_bare` has no effect in an object store.
+            ValueError: `allow_bare` in an object store.
             UnprovenCheckpoint: With a key or trusted keys: the series has only files without
                 manifests.
             UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
@@ -260,6 +261,8 @@ class CheckpointManager:
         how = resume_options("resume", resume, old)
         if how.allow_bare and is_url(self.directory):
             raise ValueError(NO_BARE_FILES)
+        from ckptmgr.observe.observers import about
+        from ckptmgr.series.candidates import notes_of
         from ckptmgr.training.resume import resume_state, start_fresh
 
         with self._observers.timed("resume", series=self.prefix) as facts:
@@ -404,8 +407,7 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         check_metrics(metrics)
-        self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
-        self._past.seen_step = step
+        self._past.ended(step, state, epoch, metrics)
 
     @property
     def skipped(self) -> str | None:
@@ -551,6 +553,8 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
             UnsupportedCheckpoint: It has no manifest.
         """
+        from ckptmgr.core.model import Pin
+
         self._catalog.change_pins(checkpoint, lambda pins: (*pins, Pin(name=name, reason=reason)))
         self._bring_to_mirror()
 

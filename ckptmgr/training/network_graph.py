@@ -15,7 +15,7 @@ from ckptmgr.io.permissions import note_mode
 if TYPE_CHECKING:
     from ckptmgr.config.config import CheckpointConfig
     from ckptmgr.parallel.coordinator import Coordinator
-    from ckptmgr.training.callback_names import Target
+    from ckptmgr.training.callback_names import CallbackTarget
 
 _LOG = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class NetworkGraph:
         is_writer = ranks is None or ranks.rank == 0
         self._is_due = is_writer and config.keys is None
 
-    def write_once(self, target: Target, params: Any) -> None:
+    def write_once(self, target: CallbackTarget, params: Any) -> None:
         """Write the file, the first time; where that fails, log a warning."""
         if not self._is_due:
             return

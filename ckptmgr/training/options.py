@@ -6,13 +6,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmgr.config.subjects import Resume, Snapshots, Stop
 from ckptmgr.core.trust import Trust
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.leases import Processes
 from ckptmgr.parallel.team import Ranks
+
+if TYPE_CHECKING:
+    from ckptmgr.io.filesystem import FileSystem
+    from ckptmgr.io.leases import Processes
 
 _T = TypeVar("_T")
 

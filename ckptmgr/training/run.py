@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.config.config import CheckpointConfig, trust_of
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.urls import is_url
 from ckptmgr.engine.engine import engine_for
 from ckptmgr.files.load.options import ReadOptions
@@ -175,9 +176,10 @@ class Run:
         from ckptmgr.remote.mirror import MirrorUploads, mirror_of
 
         if self.team.is_many:
-            raise ValueError(
-                "mirror has no effect with a coordinator: many ranks write one checkpoint; upload it beside the run with "
-                "ckptmgr copy SEL URL"
+            raise no_effect(
+                "mirror",
+                "with a coordinator",
+                "many ranks write one checkpoint; upload it beside the run with ckptmgr copy SEL URL",
             )
         return MirrorUploads(
             mirror_of(mirror, writer.store.directory.relative_to(below)),

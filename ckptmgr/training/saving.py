@@ -11,7 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.config.surfaces import WHOLE_TENSORS
-from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
+from ckptmgr.core.arguments import (
+    checked_count,
+    checked_epoch,
+    checked_metrics,
+    no_effect,
+    resolve_state,
+)
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.files.load.state import DATA, as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
@@ -165,7 +171,7 @@ class StateSaver:
                 names = {tensor.spec.name for tensor in flat.tensors}
                 team.slicer.check_used(names | flat.aliases.keys() | flat.slices.keys())
             if flat.slices and self._run.config.asks_for_integrated_save:
-                raise ValueError(f"integrated_save has no effect on slices: {WHOLE_TENSORS}")
+                raise no_effect("integrated_save", "on slices", WHOLE_TENSORS)
         except Exception as error:
             if not team.is_many:
                 raise

@@ -48,7 +48,7 @@ def save_single_file(
     before its upload.
 
     Raises:
-        ValueError: An option has no effect at an address.
+        ValueError: An option is not for an address.
         UnsafeWrite: The address has another checkpoint of this name.
         UnsupportedCheckpoint, StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`.
     """
