@@ -4,10 +4,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from ckptmgr import UnsafePrune
+from ckptmgr.core.trust import DEFAULT_TRUST
+from ckptmgr.objects.places import open_place
 from ckptmgr.objects.requests import open_objects
 from tests.cli.running import key_file, run, run_json
 from tests.support import api
@@ -255,4 +259,14 @@ def test_named_checkpoint_there_goes_for_good_and_the_last_good_one_stays(url: s
 def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
     refused = run("rm", url, "--now", "--yes")
     assert (refused.exit_code, "prune removes by a policy" in refused.stderr) == (2, True)
+    assert len(_names(url)) == 3
+
+
+def test_checkpoint_that_was_replaced_since_it_was_listed_stays(url: str) -> None:
+    place = open_place(url, trust=DEFAULT_TRUST)
+    listed_before = {one.name: one for one in place.scan()}
+    old = replace(listed_before["net-1_1.ckpt"], id="0" * 64)
+    (failure,) = place.remove([old])
+    assert isinstance(failure, UnsafePrune)
+    assert "was saved again" in str(failure)
     assert len(_names(url)) == 3
