@@ -26,7 +26,7 @@ from ckptmgr.formats.strict_json import Json
 if TYPE_CHECKING:
     from ckptmgr.core.place import Place
     from ckptmgr.io.filesystem import FileStatus, FileSystem
-    from ckptmgr.maintenance.foreign.listing import ForeignListing, Run
+    from ckptmgr.maintenance.foreign.listing import ForeignListing, FoundRun
     from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
     from ckptmgr.maintenance.prune_plan import Planner, Spared
     from ckptmgr.store.store import Store
@@ -239,7 +239,9 @@ def titles_of(listing: ForeignListing) -> list[str]:
     return [TITLES[tool] for tool in listing.tools]
 
 
-def _parent_of_runs(runs: Sequence[Run], directory: Path, *, is_all: bool) -> CheckpointNotFound:
+def _parent_of_runs(
+    runs: Sequence[FoundRun], directory: Path, *, is_all: bool
+) -> CheckpointNotFound:
     names = [_described(run, directory) for run in runs]
     more = "" if is_all else " at least"
     return CheckpointNotFound(
@@ -250,7 +252,7 @@ def _parent_of_runs(runs: Sequence[Run], directory: Path, *, is_all: bool) -> Ch
     )
 
 
-def _described(run: Run, directory: Path) -> str:
+def _described(run: FoundRun, directory: Path) -> str:
     from ckptmgr.maintenance.foreign.layouts import TITLES
 
     tools = f" of {' and '.join(TITLES[tool] for tool in run.tools)}" if run.tools else ""

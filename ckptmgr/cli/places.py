@@ -32,7 +32,7 @@ _MOST_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class ListedEntry:
     """A checkpoint of a listing; `foreign` if another tool wrote it, `run` the newest of its line.
 
     `past` is the result of an earlier `verify`.
@@ -83,11 +83,11 @@ class ListedPlace:
         return paths - {self.store.directory} if len(paths) > 1 else paths
 
     @property
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[ListedEntry]:
         """All checkpoints: ours first, each oldest first."""
         runs, directory = run_by_name(self.lines), self.store.directory
         own = [
-            Entry(
+            ListedEntry(
                 checkpoint=one,
                 directory=directory,
                 run=runs[one.name],
@@ -96,7 +96,7 @@ class ListedPlace:
             for one in self.found
         ]
         theirs = [
-            Entry(checkpoint=one.checkpoint, directory=directory, foreign=one)
+            ListedEntry(checkpoint=one.checkpoint, directory=directory, foreign=one)
             for one in self.others
         ]
         return own + theirs
@@ -206,12 +206,12 @@ def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
 
 
-def checkpoint_of(entry: Entry) -> Checkpoint:
+def checkpoint_of(entry: ListedEntry) -> Checkpoint:
     """Return the checkpoint of an entry."""
     return entry.checkpoint
 
 
-def entry_json(entry: Entry) -> dict[str, Json]:
+def entry_json(entry: ListedEntry) -> dict[str, Json]:
     """Return the JSON fields of an entry."""
     if entry.foreign is not None:
         return {**foreign_json(entry.foreign), "line": None, "checked": None}
@@ -232,7 +232,7 @@ def entry_json(entry: Entry) -> dict[str, Json]:
     }
 
 
-def counted_directories(entries: Sequence[Entry]) -> str:
+def counted_directories(entries: Sequence[ListedEntry]) -> str:
     """Return e.g. `1 directory`, `3 directories`."""
     count = len({one.directory for one in entries})
     return "1 directory" if count == 1 else f"{count} directories"

@@ -18,17 +18,19 @@ from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import KeyProblem, UnsafeWrite
+from ckptmgr.core.errors import KeyProblem, UnsafeWrite, UnsupportedCheckpoint
 from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, without_envelope
 from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of
 from ckptmgr.maintenance.contents import (
     NewContent,
     container_content,
     needs_container,
     sealed_content,
 )
-from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
+from ckptmgr.maintenance.convert_source import open_file, open_plaintext
 from ckptmgr.maintenance.convert_target import ConversionResult, check_target, publish
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -118,12 +120,24 @@ def _encrypted(
 ) -> Iterator[tuple[NewContent, Manifest | None]]:
     """Open a plain file, and yield it encrypted for a target or, where that is None, for a pipe."""
     names = (source.name,) if target is None else (source.name, target.name)
-    if not is_checkpoint_name(*names):
+    is_checkpoint = is_checkpoint_name(*names)
+    if not is_checkpoint:
         _check_name(target, is_container=True)
-        with open_bytes(source) as raw, translated_errors(str(source)):
+    options = ReadOptions()
+    with (
+        open_file(source, options, has_manifest=is_checkpoint) as (raw, manifest),
+        translated_errors(str(source)),
+    ):
+        if kind_of(raw, name=source.name) in ENCRYPTED:
+            raise UnsupportedCheckpoint(
+                "is encrypted already", path=source, hint="decrypt it first to change key or mode"
+            )
+        if not is_checkpoint:
             yield container_content(raw, key=key, mode=mode), None
-        return
-    with open_plain(source) as (opened, manifest), translated_errors(str(source)):
+            return
+        opened = open_source(
+            raw, path=str(source), options=options, manifest=manifest, is_for_loading=True
+        )
         is_required = needs_container(key, mode)
         is_container = is_required if target is None else target.name.endswith(CONTAINER_SUFFIX)
         if opened.format == "safetensors" or is_container:

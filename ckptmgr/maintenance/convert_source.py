@@ -11,9 +11,9 @@ from ckptmgr.core.contexts import contextmanager
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.names import OPAQUE
-from ckptmgr.files.load.open import OpenCheckpoint, open_indexed, open_source
+from ckptmgr.files.load.open import open_indexed
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of, plaintext_of
+from ckptmgr.files.load.plaintext import plaintext_of
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.files.open_checkpoint import checked_opening
 from ckptmgr.io.filesystem import InputFile
@@ -36,7 +36,7 @@ def open_plaintext(
         CorruptCheckpoint: Damaged, or not a checkpoint inside although it says so.
         UnsupportedCheckpoint: It is not encrypted.
     """
-    with _opened(path, options) as (raw, manifest), translated_errors(str(path)):
+    with open_file(path, options) as (raw, manifest), translated_errors(str(path)):
         plain = plaintext_of(raw, path=str(path), options=options, manifest=manifest)
         if plain.cipher is None:
             raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
@@ -56,25 +56,6 @@ def open_plaintext(
 
 
 @contextmanager
-def open_plain(path: Path) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
-    """Open a plain checkpoint for encrypting it; the image of it checks `unverified`.
-
-    Raises:
-        UnsupportedCheckpoint: It is encrypted already.
-        CorruptCheckpoint: It is damaged.
-    """
-    options = ReadOptions()
-    with _opened(path, options) as (raw, manifest), translated_errors(str(path)):
-        _refuse_encrypted(raw, path)
-        yield (
-            open_source(
-                raw, path=str(path), options=options, manifest=manifest, is_for_loading=True
-            ),
-            manifest,
-        )
-
-
-@contextmanager
 def open_tensors(
     path: Path, options: ReadOptions
 ) -> Iterator[tuple[CheckpointReader, Manifest | None]]:
@@ -84,34 +65,17 @@ def open_tensors(
         KeyProblem: No key, a wrong one, or no seal.
         CorruptCheckpoint: It is damaged.
     """
-    with _opened(path, options) as (raw, manifest):
+    with open_file(path, options) as (raw, manifest):
         yield CheckpointReader(checked_opening(raw, str(path), options, manifest)), manifest
 
 
 @contextmanager
-def open_bytes(path: Path) -> Iterator[InputFile]:
-    """Open any plain file, through links, for encrypting it.
-
-    Raises:
-        UnsupportedCheckpoint: It is encrypted already.
-    """
-    real = real_file(path)
-    with contextlib.closing(Store(real.parent).fs.open(real)) as raw:
-        _refuse_encrypted(raw, path)
-        yield raw
-
-
-@contextmanager
-def _opened(path: Path, options: ReadOptions) -> Iterator[tuple[InputFile, Manifest | None]]:
+def open_file(
+    path: Path, options: ReadOptions, *, has_manifest: bool = True
+) -> Iterator[tuple[InputFile, Manifest | None]]:
+    """Open a file, through links, with the manifest that it may have."""
     real = real_file(path)
     store = Store(real.parent, trust=options.trust)
-    manifest = store.read_manifest(real.name, is_bare_taken=True)
+    manifest = store.read_manifest(real.name, is_bare_taken=True) if has_manifest else None
     with contextlib.closing(store.fs.open(real)) as raw:
         yield raw, manifest
-
-
-def _refuse_encrypted(raw: InputFile, path: Path) -> None:
-    if kind_of(raw, name=path.name) in ENCRYPTED:
-        raise UnsupportedCheckpoint(
-            "is encrypted already", path=path, hint="decrypt it first to change key or mode"
-        )

@@ -56,14 +56,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     """
     if not source.is_file():
         raise CheckpointFileNotFound("no such file", path=source)
-    if not target.parent.is_dir():
-        raise CheckpointNotFound("no such directory", path=target.parent)
-    if is_reserved_name(target.name):
-        raise UnsafeWrite(
-            "is the name of a manifest, a lease or another file of ckptmgr",
-            path=target,
-            hint="choose another name",
-        )
+    check_name_and_place(target)
     if not os.path.lexists(target):
         return
     if target.exists() and target.samefile(source):
@@ -75,6 +68,18 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     if target.exists() and not target.is_file():
         # A rename would replace /dev/null by a file.
         raise UnsafeWrite("is a device or a pipe", path=target, hint="-o - writes to a pipe")
+
+
+def check_name_and_place(target: Path) -> None:
+    """Raise unless an output may have this name, in a directory that exists."""
+    if not target.parent.is_dir():
+        raise CheckpointNotFound("no such directory", path=target.parent)
+    if is_reserved_name(target.name):
+        raise UnsafeWrite(
+            "is the name of a manifest, a lease or another file of ckptmgr",
+            path=target,
+            hint="choose another name",
+        )
 
 
 def publish(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of a directory before a run, or after trouble: can it be saved to and resumed from?
 
-Every check is a `Finding`; none raises. Files that the disk checks write are removed again.
+Every check is a `Diagnosis`; none raises. Files that the disk checks write are removed again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_TRIED = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Diagnosis:
     """Result of one check.
 
     Attributes:
@@ -50,13 +50,13 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=lambda: _NO_FIGURES, hash=False)
 
 
-def check_space(store: Store, found: Sequence[Checkpoint]) -> Finding:
+def check_space(store: Store, found: Sequence[Checkpoint]) -> Diagnosis:
     """Compare the free space with the largest checkpoint: a save needs that much beside the others."""
     free = store.fs.free_bytes(store.directory)
     inodes = store.fs.free_inodes(store.directory)
     largest = max((one.size_bytes for one in found), default=0)
     if free is None:
-        return Finding(check="space", grade="skip", message="the file system does not say")
+        return Diagnosis(check="space", grade="skip", message="the file system does not say")
     figures = {"free_bytes": free, "largest_bytes": largest}
     text = f"{size_text(free)} free"
     if largest:
@@ -65,7 +65,7 @@ def check_space(store: Store, found: Sequence[Checkpoint]) -> Finding:
         figures["free_inodes"] = inodes
         if inodes < 16:
             hint = "remove files there; checkpoints are few and large files"
-            return Finding(
+            return Diagnosis(
                 check="space",
                 grade="fail",
                 message=f"{inodes} more files can be created",
@@ -74,13 +74,13 @@ def check_space(store: Store, found: Sequence[Checkpoint]) -> Finding:
             )
     hint = "ckptmgr prune --now frees space at once"
     if free < largest or free == 0:
-        return Finding(check="space", grade="fail", message=text, hint=hint, figures=figures)
+        return Diagnosis(check="space", grade="fail", message=text, hint=hint, figures=figures)
     if free < 3 * largest:
-        return Finding(check="space", grade="warn", message=text, hint=hint, figures=figures)
-    return Finding(check="space", grade="ok", message=text, figures=figures)
+        return Diagnosis(check="space", grade="warn", message=text, hint=hint, figures=figures)
+    return Diagnosis(check="space", grade="ok", message=text, figures=figures)
 
 
-def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
+def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Diagnosis:
     """Count the leftovers of interrupted saves, and the batches in the trash."""
     left = [one for one in found if one.state is State.LEFTOVER]
     writing = [one for one in found if one.state is State.WRITING]
@@ -90,7 +90,7 @@ def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
         stored = [batch.size_bytes for batch in DirectoryTrash(store).batches()]
     except OSError as error:
         text = f"the trash cannot be read: {error.strerror}"
-        return Finding(check="leftovers", grade="fail", message=text, figures=figures)
+        return Diagnosis(check="leftovers", grade="fail", message=text, figures=figures)
     figures["trash_bytes"] = sum(stored)
     texts = [f"{len(left)} of interrupted saves, {size_text(size)}" if left else "none"]
     if writing:
@@ -98,25 +98,25 @@ def check_leftovers(store: Store, found: Sequence[Checkpoint]) -> Finding:
     if stored:
         texts.append(f"{size_text(sum(stored))} in the trash")
     if not left:
-        return Finding(check="leftovers", grade="ok", message="; ".join(texts), figures=figures)
+        return Diagnosis(check="leftovers", grade="ok", message="; ".join(texts), figures=figures)
     hint = (
         "the next save of the series removes them, and ckptmgr prune; ckptmgr ls --all shows them"
     )
-    return Finding(
+    return Diagnosis(
         check="leftovers", grade="warn", message="; ".join(texts), hint=hint, figures=figures
     )
 
 
 def check_resume(
     store: Store, found: Sequence[Checkpoint], options: ReadOptions, *, is_deep: bool
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Open the newest checkpoint of each line of runs, and where it fails older ones."""
     level = Level.DEEP if is_deep else Level.QUICK
     finished = [one for one in found if one.state not in (State.LEFTOVER, State.WRITING)]
     trusted = [one for one in finished if one.state is not State.OTHER_OWNER]
     lines = lines_of(trusted or finished)
     if not lines:
-        yield Finding(check="resume", grade="ok", message="nothing to resume: no checkpoint yet")
+        yield Diagnosis(check="resume", grade="ok", message="nothing to resume: no checkpoint yet")
     for line in lines:
         # A resume takes a save from the middle of a step last.
         newest_first = sorted(reversed(line.checkpoints), key=lambda one: one.is_emergency)
@@ -126,12 +126,12 @@ def check_resume(
         if one.state is State.CORRUPT and one.run_id is None:
             text = f"{one.name}: {one.problem}; a resume passes over it"
             hint = "ckptmgr verify says what is wrong with it"
-            yield Finding(check="resume", grade="warn", message=text, hint=hint)
+            yield Diagnosis(check="resume", grade="warn", message=text, hint=hint)
 
 
 def _resume_of(
     store: Store, newest: Sequence[Checkpoint], options: ReadOptions, level: Level
-) -> Finding:
+) -> Diagnosis:
     problems: list[str] = []
     for one in newest[:_MOST_TRIED]:
         answer = verify_checkpoint(store, one, level=level, options=options)
@@ -145,15 +145,15 @@ def _resume_of(
             text = f"{one.name} (step {one.step}) loads{doubt}: {how}"
             if not problems:
                 grade: Grade = "ok" if answer.status is Status.OK else "warn"
-                return Finding(check="resume", grade=grade, message=text)
+                return Diagnosis(check="resume", grade=grade, message=text)
             text = f"{'; '.join(problems)}; a resume would go back to {one.name} (step {one.step})"
-            return Finding(
+            return Diagnosis(
                 check="resume", grade="warn", message=text, hint="ckptmgr verify checks all of them"
             )
         problems.append(f"{one.name}: {'; '.join(answer.problems) or answer.status.value}")
         if answer.status in (Status.WRONG_KEY, Status.UNPROVEN, Status.UNSEALED):
             text = f"{problems[-1]}"
-            return Finding(
+            return Diagnosis(
                 check="resume",
                 grade="fail",
                 message=text,
@@ -161,38 +161,40 @@ def _resume_of(
             )
     shown = "; ".join(problems[:2])
     hint = "ckptmgr verify checks all of them; repair mends files of many ranks"
-    return Finding(check="resume", grade="fail", message=f"no checkpoint loads: {shown}", hint=hint)
+    return Diagnosis(
+        check="resume", grade="fail", message=f"no checkpoint loads: {shown}", hint=hint
+    )
 
 
-def check_keys(describe: Callable[[], Sequence[str]], found: Sequence[Checkpoint]) -> Finding:
+def check_keys(describe: Callable[[], Sequence[str]], found: Sequence[Checkpoint]) -> Diagnosis:
     """Describe the keys that are given, which `describe` loads, or say that one is needed."""
     try:
         texts = describe()
     except Exception as error:  # whatever is wrong with a key is the finding
         hint = getattr(error, "hint", None)
-        return Finding(
+        return Diagnosis(
             check="keys", grade="fail", message=str(getattr(error, "message", error)), hint=hint
         )
     if texts:
-        return Finding(check="keys", grade="ok", message="; ".join(texts))
+        return Diagnosis(check="keys", grade="ok", message="; ".join(texts))
     sealed = sum(one.cipher is not None for one in found)
     if sealed:
         text = f"no key is given, and {sealed} of {len(found)} checkpoints are encrypted"
-        return Finding(
+        return Diagnosis(
             check="keys", grade="warn", message=text, hint="give it with --key, or CKPTMGR_KEY_FILE"
         )
-    return Finding(check="keys", grade="ok", message="none given, and none needed")
+    return Diagnosis(check="keys", grade="ok", message="none given, and none needed")
 
 
 def check_versions(
     required: Sequence[str] | None = None, version_of: Callable[[str], str] = metadata.version
-) -> Finding:
+) -> Diagnosis:
     """Compare the installed dependencies with the requirements of the package."""
     try:
         wanted = required if required is not None else metadata.requires("ckptmgr") or ()
     except metadata.PackageNotFoundError:
         text = "ckptmgr is not installed as a package, so nothing says what it needs"
-        return Finding(check="versions", grade="skip", message=text)
+        return Diagnosis(check="versions", grade="skip", message=text)
     shown, wrong = [], []
     for match in filter(None, map(_REQUIREMENT.fullmatch, wanted)):
         name, least, marker = match.groups()
@@ -208,12 +210,12 @@ def check_versions(
             shown.append(f"{name} {version}")
     if wrong:
         hint = "python -m pip install --upgrade ckptmgr installs what it needs"
-        return Finding(check="versions", grade="fail", message="; ".join(wrong), hint=hint)
+        return Diagnosis(check="versions", grade="fail", message="; ".join(wrong), hint=hint)
     python = platform.python_version()
-    return Finding(check="versions", grade="ok", message=", ".join([f"Python {python}", *shown]))
+    return Diagnosis(check="versions", grade="ok", message=", ".join([f"Python {python}", *shown]))
 
 
-def check_dates(found: Sequence[Checkpoint], now: datetime) -> Finding | None:
+def check_dates(found: Sequence[Checkpoint], now: datetime) -> Diagnosis | None:
     """Name checkpoints of the future; None without any."""
     late = [one for one in found if (one.saved_at - now).total_seconds() > 60]
     if not late:
@@ -222,7 +224,7 @@ def check_dates(found: Sequence[Checkpoint], now: datetime) -> Finding | None:
     newest = f"{late[-1].name} at {late[-1].saved_at:%Y-%m-%d %H:%M}"
     text = f"{which} saved in the future, such as {newest}"
     hint = "rules by age (within, daily) wait until then; set the clock of the machine that saves"
-    return Finding(check="clock", grade="warn", message=text, hint=hint)
+    return Diagnosis(check="clock", grade="warn", message=text, hint=hint)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import CheckpointNotFound, UnsafeWrite
+from ckptmgr.core.errors import UnsafeWrite
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.temp_names import final_name, parse_temp
+from ckptmgr.maintenance.convert_target import check_name_and_place
 from ckptmgr.maintenance.export_plan import is_name_of_export
 from ckptmgr.store.name_leases import hold_name, leased_name
-from ckptmgr.store.reserved_names import is_reserved_name
 
 _MODE = 0o700
 
@@ -83,14 +83,7 @@ def held_directory(target: Path, source: Path, *, force: bool) -> Iterator[Expor
         StoreLocked: Another export to it is under way.
         OSError: From the disk.
     """
-    if is_reserved_name(target.name):
-        raise UnsafeWrite(
-            "is the name of a manifest, a lease or another file of ckptmgr",
-            path=target,
-            hint="choose another name",
-        )
-    if not target.parent.is_dir():
-        raise CheckpointNotFound("no such directory", path=target.parent)
+    check_name_and_place(target)
     fs = OsFileSystem(keeps_owner=True)
     with hold_name(fs, target.parent, target.name):
         _put_back(fs, target)

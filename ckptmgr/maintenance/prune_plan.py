@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.core.trust import Trust
@@ -26,6 +27,8 @@ from ckptmgr.store.store import Store
 
 PolicyOf = Callable[["Counted"], RetentionPolicy | None]
 """Returns the policy of checkpoints that count together; None where nothing says what to keep."""
+
+_NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 
 Spared = Callable[[Checkpoint], str | None]
 """Says why a checkpoint must stay whatever the policy says, or None."""
@@ -230,31 +233,38 @@ def plan_with(
     policy: RetentionPolicy,
     now: datetime,
     spared: Spared = nothing_spared,
+    *,
+    protected: Mapping[Path, str] = _NONE_PROTECTED,
+    as_damaged: State = State.CORRUPT,
 ) -> Plan:
     """Return the plan for checkpoints of which some are known to be damaged.
 
-    Where several lines are counted together, the newest of each one stays. `spared` says which
-    others must stay: the rules count them, too.
+    Where several lines are counted together, the newest of each one stays, and the `protected` ones
+    do. `spared` says which others must stay: the rules count them, too. A damaged one counts in the
+    state `as_damaged`.
     """
-    lines = _marked(counted, damaged)
+    lines = _marked(counted, damaged, as_damaged)
     newest = [(line, line.newest) for line in lines if len(lines) > 1]
-    protected = {one.path: f"newest of {line}" for line, one in newest if one is not None}
+    stay = {one.path: f"newest of {line}" for line, one in newest if one is not None}
+    stay |= protected
     history = [one for line in lines for one in line.checkpoints]
     reasons = [(one, spared(one)) for one in history] if spared is not nothing_spared else []
     for one, why in reasons:
         if why is not None:
-            protected.setdefault(one.path, why)
-    return plan(history, policy, now, protected=protected, is_one_line=True)
+            stay.setdefault(one.path, why)
+    return plan(history, policy, now, protected=stay, is_one_line=True)
 
 
-def _marked(counted: Counted, damaged: Mapping[Path, str]) -> Sequence[RunLine]:
+def _marked(
+    counted: Counted, damaged: Mapping[Path, str], state: State = State.CORRUPT
+) -> Sequence[RunLine]:
     if not damaged:
         return counted.lines
     return [
         replace(
             line,
             checkpoints=tuple(
-                replace(c, state=State.CORRUPT, problem=damaged[c.path]) if c.path in damaged else c
+                replace(c, state=state, problem=damaged[c.path]) if c.path in damaged else c
                 for c in line.checkpoints
             ),
         )

@@ -78,7 +78,10 @@ def repair_checkpoint(
         manifest = store.read_manifest(checkpoint.name)
         if manifest is None:
             raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
-        _check_kind(manifest, checkpoint)
+        if not manifest.shards:
+            raise UnsupportedCheckpoint(
+                "is a single file, which no other one has copies of", path=checkpoint.path
+            )
         repair: Callable[[int], RepairResult | None] = partial(_repair_plain, store, manifest)
         if _must_be_rewritten(manifest):
             reading = options or ReadOptions()
@@ -104,13 +107,6 @@ def repair_hint(store: Store, manifest: Manifest) -> str | None:
         return None
     repairs = "; ".join(f"{one.name} from {', '.join(one.sources)}" for one in repairable)
     return f"ckptmgr repair {store.directory / manifest.name} repairs {repairs}"
-
-
-def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
-    if not manifest.shards:
-        raise UnsupportedCheckpoint(
-            "is a single file, which no other one has copies of", path=checkpoint.path
-        )
 
 
 def _must_be_rewritten(manifest: Manifest) -> bool:

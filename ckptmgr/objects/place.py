@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.place import OBJECT_STORE, Capabilities
 from ckptmgr.core.trust import Trust
@@ -19,7 +18,7 @@ from ckptmgr.objects.filesystem import RemoteFiles
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects
 from ckptmgr.store.listing import entry_of
-from ckptmgr.store.name_leases import is_same
+from ckptmgr.store.name_leases import check_as_listed
 from ckptmgr.store.store import Store
 
 _PROBLEM = (
@@ -51,15 +50,7 @@ class ObjectPlace(Store):
 
     def check_needed(self, needed: Sequence[Checkpoint]) -> None:
         """Raise UnsafePrune unless these are still as they were listed; lists once for all of them."""
-        now = {one.name: one for one in self.scan()} if needed else {}
-        for one in needed:
-            if one.name not in now or not is_same(now[one.name], one):
-                raise UnsafePrune(
-                    "was removed or saved again after it was decided that others go because it "
-                    "stays; they stay, too",
-                    path=one.path,
-                    hint="run prune again and look at the new plan",
-                )
+        check_as_listed(needed, {one.name: one for one in self.scan()} if needed else {})
 
     def remove(
         self,

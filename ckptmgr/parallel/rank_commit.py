@@ -26,7 +26,7 @@ from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.team import DEFAULT_TIMEOUT_S
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.series.candidates import Candidates, Skipped
-from ckptmgr.series.commit import BegunSave
+from ckptmgr.series.commit import BegunSave, OfWriter
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import RankFiles
@@ -67,7 +67,7 @@ class BegunTogether(BegunSave):
         self._save.abandon(error)
 
 
-class Together:
+class Together(OfWriter):
     """The part of one rank in what all ranks do together; see `series.commit.Commit`.
 
     `timeout_s` limits the wait for the other ranks, and the save from then on; the `run_id` of rank
@@ -82,7 +82,7 @@ class Together:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         sharing: Sharing | None = None,
     ) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._files = RankFiles(writer.store)
         self._sharing = sharing
         self.coordinator = coordinator

@@ -34,7 +34,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import Outcome, SaveHandle
-from ckptmgr.core.model import Checkpoint, Plan, State
+from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import check_is_run
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.printable import error_text
@@ -45,7 +45,7 @@ from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.observe.events import Facts, about
 from ckptmgr.observe.observers import Observers
-from ckptmgr.policy.retention import plan, without_unranked
+from ckptmgr.policy.retention import dropped, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.remote.fallback import (
@@ -498,8 +498,8 @@ class MirrorUploads:
         missing = [one for one in here if one.name not in names]
         policy = self._mirror.policy
         if policy is not None and missing:
-            kept = self._plan([*self._own(self.listing.scan()), *missing], policy).kept
-            missing = [one for one in missing if one in kept]
+            going = self._dropped([*self._own(self.listing.scan()), *missing], policy)
+            missing = [one for one in missing if one not in going]
         with self._changed:
             missing = sorted([*missing, *changed], key=lambda one: one.order)
             self._missing = [_Upload(one) for one in missing]
@@ -535,7 +535,8 @@ class MirrorUploads:
             self._compared[one.name] = one
         return found is not Difference.SAME
 
-    def _plan(self, own: list[Checkpoint], policy: RetentionPolicy) -> Plan:
+    def _dropped(self, own: Sequence[Checkpoint], policy: RetentionPolicy) -> Sequence[Checkpoint]:
+        """Return the checkpoints there that the policy of the mirror drops."""
         applied, _ = without_unranked(own, policy)
         newest = max(own, key=lambda one: one.order)
         pinned = {one.name for one in self._store.scan() if one.pins}
@@ -551,7 +552,8 @@ class MirrorUploads:
                 rivals[-1].name,
             )
         protected[newest.path] = "uploaded last"
-        return plan(own, applied, datetime.fromtimestamp(self._clock(), UTC), protected=protected)
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        return dropped(own, applied, now, protected=protected).checkpoints
 
     def _of_rivals(self, own: Sequence[Checkpoint]) -> list[Checkpoint]:
         """Return those that an ancestor saved after this run was resumed from it."""
@@ -571,8 +573,8 @@ class MirrorUploads:
             own = self._own(present)
             if not any(one.is_countable for one in own):
                 return
-            dropped = self._plan(own, policy).dropped
-            for failed in drop(self.listing, dropped, present=present):
+            going = self._dropped(own, policy)
+            for failed in drop(self.listing, going, present=present):
                 raise failed
             if not self._has_swept:
                 self.directory.sweep()
@@ -581,9 +583,9 @@ class MirrorUploads:
             _LOG.warning("%s: retention: %s", self.url, error_text(error))
             self._observers.emit("mirror", error, series=self._writer.series, notes=("retention",))
             return
-        if dropped:
-            notes = tuple(f"dropped {self.url}/{one.name}" for one in dropped)
-            figures = {"dropped": len(dropped), "freed_bytes": sum(d.size_bytes for d in dropped)}
+        if going:
+            notes = tuple(f"dropped {self.url}/{one.name}" for one in going)
+            figures = {"dropped": len(going), "freed_bytes": sum(one.size_bytes for one in going)}
             self._observers.emit(
                 "mirror.pruned", series=self._writer.series, figures=figures, notes=notes
             )

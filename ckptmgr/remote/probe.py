@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class ProbeResult:
     """The result of one check.
 
     Attributes:
@@ -32,7 +32,7 @@ class Finding:
     detail: str
 
 
-def probe(objects: Objects) -> list[Finding]:
+def probe(objects: Objects) -> list[ProbeResult]:
     """Return the findings; the objects are removed again, as far as the store allows.
 
     A request that fails is the finding of its check, but for the first one.
@@ -48,19 +48,19 @@ def probe(objects: Objects) -> list[Finding]:
             objects.delete([one.key for one in objects.list(folder)])
 
 
-def _tried(check: str, objects: Objects, folder: str) -> Finding:
+def _tried(check: str, objects: Objects, folder: str) -> ProbeResult:
     try:
         return _CHECKS[check](objects, folder)
     except (CkptmgrError, OSError) as error:
         message = error.message if isinstance(error, CkptmgrError) else error.strerror or str(error)
-        return Finding(check=check, is_ok=False, detail=message)
+        return ProbeResult(check=check, is_ok=False, detail=message)
 
 
 def _put(objects: Objects, key: str, data: bytes) -> None:
     objects.put(key, [data], len(data))
 
 
-def _reads_back(objects: Objects, folder: str) -> Finding:
+def _reads_back(objects: Objects, folder: str) -> ProbeResult:
     key = f"{folder}whole"
     _put(objects, key, b"first, and longer")
     _put(objects, key, b"0123456789")
@@ -71,10 +71,10 @@ def _reads_back(objects: Objects, folder: str) -> Finding:
         if is_ok
         else f"read {whole[:40]!r}, {part[:40]!r}"
     )
-    return Finding(check="read after write", is_ok=is_ok, detail=detail)
+    return ProbeResult(check="read after write", is_ok=is_ok, detail=detail)
 
 
-def _creates_once(objects: Objects, folder: str) -> Finding:
+def _creates_once(objects: Objects, folder: str) -> ProbeResult:
     key = f"{folder}created"
 
     def create(number: int) -> bool:
@@ -93,34 +93,34 @@ def _creates_once(objects: Objects, folder: str) -> Finding:
         else f"{len(won)} of {_RACERS} writers were told that they created the same object: two runs that share an "
         "address can replace each other's manifests; give each an address of its own"
     )
-    return Finding(check="conditional put", is_ok=is_ok, detail=detail)
+    return ProbeResult(check="conditional put", is_ok=is_ok, detail=detail)
 
 
-def _lists_what_was_written(objects: Objects, folder: str) -> Finding:
+def _lists_what_was_written(objects: Objects, folder: str) -> ProbeResult:
     keys = [f"{folder}list/{number}" for number in range(3)]
     for key in keys:
         _put(objects, key, b"x")
     found = sorted(one.key for one in objects.list(f"{folder}list/"))
     is_ok = found == keys
     detail = "complete at once" if is_ok else f"{len(found)} of {len(keys)} objects are listed"
-    return Finding(check="list after write", is_ok=is_ok, detail=detail)
+    return ProbeResult(check="list after write", is_ok=is_ok, detail=detail)
 
 
-def _sends_parts(objects: Objects, folder: str) -> Finding:
+def _sends_parts(objects: Objects, folder: str) -> ProbeResult:
     key, piece = f"{folder}parts", bytes(range(256)) * (_PIECE_BYTES // 256)
     objects.put(key, (piece for _ in range(_MULTIPART_BYTES // _PIECE_BYTES)), _MULTIPART_BYTES)
     found = objects.find(key)
     is_ok = found is not None and found.size_bytes == _MULTIPART_BYTES
     is_ok = is_ok and objects.read(key, _MULTIPART_BYTES - 256, 256) == piece[:256]
     detail = "an upload in parts is whole" if is_ok else "an upload in parts is not what was sent"
-    return Finding(check="multipart upload", is_ok=is_ok, detail=detail)
+    return ProbeResult(check="multipart upload", is_ok=is_ok, detail=detail)
 
 
 class _StopUpload(Exception):
     """The end of an upload that is meant to fail."""
 
 
-def _leaves_no_part_of_an_upload(objects: Objects, folder: str) -> Finding:
+def _leaves_no_part_of_an_upload(objects: Objects, folder: str) -> ProbeResult:
     key = f"{folder}stopped"
 
     def pieces() -> Iterator[bytes]:
@@ -135,22 +135,22 @@ def _leaves_no_part_of_an_upload(objects: Objects, folder: str) -> Finding:
         stopped = None
     is_ok = stopped is not None and objects.find(key) is None
     detail = "no object of it appears" if is_ok else "an object of it appears"
-    return Finding(check="interrupted upload", is_ok=is_ok, detail=detail)
+    return ProbeResult(check="interrupted upload", is_ok=is_ok, detail=detail)
 
 
-def _removes(objects: Objects, folder: str) -> Finding:
+def _removes(objects: Objects, folder: str) -> ProbeResult:
     keys = [f"{folder}list/{number}" for number in range(3)]
     objects.delete(keys)
     objects.delete(keys[:1])  # a second removal is no error
     found = objects.list(f"{folder}list/")
     detail = "removed objects are gone at once" if not found else f"{len(found)} are still listed"
-    return Finding(check="list after delete", is_ok=not found, detail=detail)
+    return ProbeResult(check="list after delete", is_ok=not found, detail=detail)
 
 
-def _keeps_versions(objects: Objects, folder: str) -> Finding:
+def _keeps_versions(objects: Objects, folder: str) -> ProbeResult:
     if objects.url.startswith("gs:"):  # every object has a generation, in any bucket
         detail = "not known: see whether the bucket has object versioning or soft delete"
-        return Finding(check="versions", is_ok=None, detail=detail)
+        return ProbeResult(check="versions", is_ok=None, detail=detail)
     found = objects.find(f"{folder}whole")
     has_versions = found is not None and found.version is not None
     detail = (
@@ -158,10 +158,10 @@ def _keeps_versions(objects: Objects, folder: str) -> Finding:
         if has_versions
         else "none: what is removed is gone"
     )
-    return Finding(check="versions", is_ok=None, detail=detail)
+    return ProbeResult(check="versions", is_ok=None, detail=detail)
 
 
-_CHECKS: dict[str, Callable[[Objects, str], Finding]] = {
+_CHECKS: dict[str, Callable[[Objects, str], ProbeResult]] = {
     "conditional put": _creates_once,
     "list after write": _lists_what_was_written,
     "multipart upload": _sends_parts,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Upload`: the target of a run that saves to the address of an object store.
+"""`Upload`: the destination of a run that saves to the address of an object store.
 
 A save is written into a folder of this machine, as into any directory, and uploaded from there.
 It is committed when its manifest is created at the address, and not before; then the file here is
@@ -34,6 +34,7 @@ from ckptmgr.objects.staging import (
     remove_staging,
     sweep_killed,
 )
+from ckptmgr.series.commit import OfWriter
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -43,14 +44,14 @@ _LOG = logging.getLogger(__name__)
 _open_writers: weakref.WeakSet[SeriesWriter] = weakref.WeakSet()
 
 
-class Upload:
-    """The address of an object store as the target of a run; see `series.commit.Target`.
+class Upload(OfWriter):
+    """The address of an object store as the destination of a run; see `series.commit.Destination`.
 
     The store of the writer is the folder here; `place` the address.
     """
 
     def __init__(self, writer: SeriesWriter, *, url: str) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self.place: ObjectPlace = ObjectPlace(
             open_objects(url), trust=writer.store.trust, clock=writer.clock
         )

@@ -26,7 +26,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.maintenance.prune_plan import counted_together, plan_with
 from ckptmgr.maintenance.watch.directory import problem_of
-from ckptmgr.maintenance.watch.mirroring import Upload
+from ckptmgr.maintenance.watch.mirroring import UploadAttempt
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
@@ -130,7 +130,7 @@ class WatchMirror:
         self._retry_s = retry_s
         self._changed = threading.Condition()
         self.is_stopping = False
-        self._ended: list[Upload] = []
+        self._ended: list[UploadAttempt] = []
         self._wake: Callable[[], None] = lambda: None
         self._thread: threading.Thread | None = None
         self._places = {
@@ -158,7 +158,7 @@ class WatchMirror:
             self._places[directory].wanted = {one.name: one for one in checkpoints}
             self._changed.notify_all()
 
-    def ended(self) -> list[Upload]:
+    def ended(self) -> list[UploadAttempt]:
         """Return the attempts that ended since the last call."""
         with self._changed:
             ended, self._ended = self._ended, []
@@ -220,7 +220,7 @@ class WatchMirror:
         return None if soonest is None else max(0.0, soonest - time.monotonic())
 
     def _carry_out(self, place: _Place, one: Checkpoint | None) -> None:
-        upload: Upload | None
+        upload: UploadAttempt | None
         try:
             upload = self._list(place) if one is None else self._upload(place, one)
         except _Stopped:
@@ -243,7 +243,7 @@ class WatchMirror:
             self._ended.append(upload)
         self._wake()
 
-    def _list(self, place: _Place) -> Upload:
+    def _list(self, place: _Place) -> UploadAttempt:
         found = place.remote.scan()
         removed: tuple[Checkpoint, ...] = ()
         problem = None
@@ -251,7 +251,7 @@ class WatchMirror:
             removed, problem = self._retain(place)  # a watch that was killed had that left to do
         with self._changed:
             place.there = {one.name for one in found if one not in removed}
-        return Upload(
+        return UploadAttempt(
             directory=place.path,
             address=place.address,
             outcome="listed",
@@ -259,10 +259,12 @@ class WatchMirror:
             problem=problem,
         )
 
-    def _upload(self, place: _Place, one: Checkpoint) -> Upload:
+    def _upload(self, place: _Place, one: Checkpoint) -> UploadAttempt:
         started = time.perf_counter()
         address = f"{place.address}/{one.name}"
-        done = Upload(directory=place.path, address=address, outcome="present", checkpoint=one)
+        done = UploadAttempt(
+            directory=place.path, address=address, outcome="present", checkpoint=one
+        )
         is_there = place.there is not None and one.name in place.there
         if not is_there and one.path not in self._kept(place, [*place.remote.scan(), one]):
             return replace(done, outcome="left out")
@@ -279,7 +281,9 @@ class WatchMirror:
             problem=problem,
         )
 
-    def _failed(self, place: _Place, one: Checkpoint | None, error: Exception) -> Upload | None:
+    def _failed(
+        self, place: _Place, one: Checkpoint | None, error: Exception
+    ) -> UploadAttempt | None:
         """Return the end of a failed attempt; None: the checkpoint is gone or being replaced."""
         is_gone = isinstance(error, FileNotFoundError) and not is_url(error.filename)
         if is_gone or isinstance(error, BlockingIOError):
@@ -288,7 +292,7 @@ class WatchMirror:
         problem = f"{type(error).__name__}: {error_text(error)}"
         if isinstance(error, (CkptmgrError, OSError)):
             problem = problem_of(error)
-        return Upload(
+        return UploadAttempt(
             directory=place.path,
             address=place.address,
             outcome="refused" if is_final else "failed",

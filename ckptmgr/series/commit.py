@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commit strategies of a series: who must agree before a checkpoint exists, and where it goes.
 
-`SeriesWriter` asks a `Commit` for what many processes do together, and a `Target` for what another
+`SeriesWriter` asks a `Commit` for what many processes do together, and a `Destination` for what another
 place than the directory needs. `Alone` and `Here` are those of a plain run; `parallel.rank_commit`
 has that of many ranks, `remote.upload` the upload. To add one:
 
-1. Write a class with the methods of `Commit` or `Target`; take `Alone` or `Here` for a start.
+1. Write a class with the methods of `Commit` or `Destination`; take `Alone` or `Here` for a start.
 2. `begin` returns a `BegunSave`: between its `commit` and `end` the checkpoint must be durable.
-3. Hand it to `SeriesWriter(commit=...)` or `(target=...)` in `training/parts.py` `RunParts.writer`.
+3. Hand it to `SeriesWriter(commit=...)` or `(destination=...)` in `training/parts.py` `RunParts.writer`.
 4. Add its crash points to `tests/faults` or `tests/remote`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -54,7 +55,7 @@ class BegunSave:
 
     def abandon(self, error: Exception) -> None:
         """Record that the save failed; it left no file."""
-        self._writer.target.note_failed(error)
+        self._writer.destination.note_failed(error)
 
     def end(self) -> None:
         """Apply the retention policy of the job; call it only after the checkpoint is durable."""
@@ -116,13 +117,24 @@ class Commit(Protocol):
         ...
 
 
-class Alone:
+class OfWriter:
+    """A strategy of one writer, which owns it: no circle, so that a dropped run ends at once."""
+
+    def __init__(self, writer: SeriesWriter) -> None:
+        self._reference = weakref.ref(writer)
+
+    @property
+    def _writer(self) -> SeriesWriter:
+        writer = self._reference()
+        if writer is None:
+            raise ReferenceError("the run of this strategy has ended")
+        return writer
+
+
+class Alone(OfWriter):
     """One process, which decides by itself."""
 
     is_first = True
-
-    def __init__(self, writer: SeriesWriter) -> None:
-        self._writer = writer
 
     def take_series(self, choose: Callable[[], str]) -> str:
         """Return the series that `choose` returns."""
@@ -176,7 +188,7 @@ class Alone:
         return []
 
 
-class Target(Protocol):
+class Destination(Protocol):
     """Where the written files of a run go."""
 
     @property
@@ -229,10 +241,11 @@ class Target(Protocol):
         ...
 
 
-class Here:
+class Here(OfWriter):
     """The directory in which the files are written."""
 
     def __init__(self, writer: SeriesWriter) -> None:
+        super().__init__(writer)
         self.place = writer.store
 
     def open(self, take: Callable[[], None]) -> None:

@@ -42,7 +42,7 @@ from ckptmgr.policy.retention import (
 )
 from ckptmgr.policy.rules import RetentionPolicy, text_of
 from ckptmgr.series.candidates import Candidates, Skipped
-from ckptmgr.series.commit import Alone, BegunSave, Commit, Here, Target
+from ckptmgr.series.commit import Alone, BegunSave, Commit, Destination, Here
 from ckptmgr.store.applied import drop
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
@@ -90,7 +90,7 @@ class SeriesWriter:
 
     Files are written into `store`; `listing` is the place that is listed and read. `clock` returns
     seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for some seconds.
-    `run_id` is random by default. `commit` and `target` make the strategies (see `series.commit`).
+    `run_id` is random by default. `commit` and `destination` make the strategies (see `series.commit`).
     """
 
     ways_out = 'call resume() before the first step; to begin beside it on purpose, resume(state, Resume(start="new"))'
@@ -107,7 +107,7 @@ class SeriesWriter:
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
         commit: Callable[[SeriesWriter], Commit] = Alone,
-        target: Callable[[SeriesWriter], Target] = Here,
+        destination: Callable[[SeriesWriter], Destination] = Here,
     ) -> None:
         self.store = store
         self.series = series
@@ -127,8 +127,8 @@ class SeriesWriter:
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
-        self.target = target(self)
-        self.listing = self.target.place
+        self.destination = destination(self)
+        self.listing = self.destination.place
         self.commit = commit(self)
         reset_in_child(self)
 
@@ -180,7 +180,7 @@ class SeriesWriter:
                 `close` releases it.
         """
         if self.is_first:
-            self.target.open(self._hold)
+            self.destination.open(self._hold)
 
     def _hold(self) -> None:
         with defer_signals(), self._opening:
@@ -236,13 +236,13 @@ class SeriesWriter:
     def clean_up(self) -> list[str]:
         """Remove the leftovers of dead writers under the lease; return one sentence per action."""
         sentences = self.commit.recover()
-        self.target.clean_up()
+        self.destination.clean_up()
         return sentences
 
     def close(self) -> None:
         """Release the lease."""
         with defer_signals(), self._opening:
-            self.target.close(self._release)
+            self.destination.close(self._release)
 
     def _release(self) -> None:
         self._holder = None
@@ -261,7 +261,7 @@ class SeriesWriter:
             self.starts_anew = True
             self.rival = None
         self.hold_back((), "")
-        self.target.begin_at()
+        self.destination.begin_at()
 
     def stop(self, rival: StoreLocked, *, began: Checkpoint | None) -> bool:
         """Refuse the saves of the run from now on, if it still continues `began`; return whether."""
@@ -297,7 +297,7 @@ class SeriesWriter:
             self.parent_run_ids = tuple(
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
-        self.target.begin_at()
+        self.destination.begin_at()
 
     def hold_back(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
         """Keep these checkpoints, and no longer those of the last call, whatever the policy says."""
@@ -314,7 +314,7 @@ class SeriesWriter:
 
     def present_at(self, step: int) -> Sequence[Checkpoint]:
         """Return the checkpoints that decide name, number and predecessor of a save."""
-        return self.target.present_at(step, self._last_saved)
+        return self.destination.present_at(step, self._last_saved)
 
     def save(
         self,
@@ -338,8 +338,8 @@ class SeriesWriter:
         return begun.commit(manifest)
 
     def publish(self, manifest: Manifest) -> Checkpoint:
-        """Make a checkpoint of a written file; return it. Raises as `Target.publish`."""
-        self.target.publish(manifest)
+        """Make a checkpoint of a written file; return it. Raises as `Destination.publish`."""
+        self.destination.publish(manifest)
         return self.note_saved(manifest)
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> SavePosition:
@@ -407,7 +407,7 @@ class SeriesWriter:
             why=facts.why,
             metrics=dict(facts.metrics or {}),
             keep=keep,
-            keep_at=None if keep is None else self.target.keep_at(),
+            keep_at=None if keep is None else self.destination.keep_at(),
             stats={},
             previous=place.previous,
         )
@@ -473,7 +473,7 @@ class SeriesWriter:
 
     def check_can_change(self) -> None:
         """Raise UnsupportedCheckpoint where no manifest can be changed after its save."""
-        self.target.check_can_change()
+        self.destination.check_can_change()
 
     def note_metrics(self, checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
         """Add metrics to a committed checkpoint, on rank 0; log a failure."""
@@ -499,7 +499,7 @@ class SeriesWriter:
         if not self.is_first:
             return None
         decided = self._retain(policy)
-        self.target.retained()
+        self.destination.retained()
         try:
             for sentence in self.commit.collect():
                 _LOG.warning("%s: %s", self.store.directory, sentence)

@@ -8,7 +8,7 @@ protect the names in it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +83,23 @@ def _is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
             hint="the next prune or save looks at it anew",
         )
     return True
+
+
+def check_as_listed(needed: Iterable[Checkpoint], now: Mapping[str, Checkpoint]) -> None:
+    """Raise UnsafePrune unless the checkpoints because of which others go are still as they were listed.
+
+    `now` are those that are listed now, by their names. Of a sharded one only the manifest is
+    looked at: another save never has its name.
+    """
+    for one in needed:
+        found = now.get(one.name)
+        if found is None or not is_same(found, one) or not (one.shards or found.state is one.state):
+            raise UnsafePrune(
+                "was removed or saved again after it was decided that others go because it "
+                "stays; they stay, too",
+                path=one.path,
+                hint="run prune again and look at the new plan",
+            )
 
 
 def is_same(one: Checkpoint, other: Checkpoint) -> bool:

@@ -60,7 +60,7 @@ from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.reader import check_is_file
-from ckptmgr.store.name_leases import HeldNames, hold_unchanged, is_same
+from ckptmgr.store.name_leases import HeldNames, check_as_listed, hold_unchanged
 from ckptmgr.store.publish import Publisher
 from ckptmgr.store.recovery import recover
 
@@ -439,16 +439,8 @@ class Store:
             UnsafePrune: One was removed, saved again, or is no longer whole.
             OSError: From the disk.
         """
-        for one in needed:
-            now = self.look(one.name)
-            # Of a sharded one only the manifest is looked at: another save never has its name.
-            if now is None or not is_same(now, one) or not (one.shards or now.state is one.state):
-                raise UnsafePrune(
-                    "was removed or saved again after it was decided that others go because it "
-                    "stays; they stay, too",
-                    path=one.path,
-                    hint="run prune again and look at the new plan",
-                )
+        looks = ((one.name, self.look(one.name)) for one in needed)
+        check_as_listed(needed, {name: found for name, found in looks if found is not None})
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""

@@ -19,7 +19,7 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.observe.observers import Observers
 from ckptmgr.parallel.team import Team
 from ckptmgr.policy.save import SavePolicy
-from ckptmgr.series.commit import Alone, Commit, Here, Target
+from ckptmgr.series.commit import Alone, Commit, Destination, Here
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.arrays import named_tensors
@@ -127,12 +127,12 @@ class Run:
             clock=time.time if ranks is None else clock,
             file_mode=options.file_mode,
         )
-        target: Callable[[SeriesWriter], Target] = Here
+        destination: Callable[[SeriesWriter], Destination] = Here
         commit: Callable[[SeriesWriter], Commit] = Alone
         if is_remote:
             from ckptmgr.remote.upload import Upload
 
-            target = partial(Upload, url=address)
+            destination = partial(Upload, url=address)
         if ranks is not None:
             from ckptmgr.parallel.rank_commit import together
 
@@ -144,7 +144,7 @@ class Run:
             clock=clock,
             observers=self.observers,
             commit=commit,
-            target=target,
+            destination=destination,
         )
 
     def reader(self, writer: SeriesWriter) -> SeriesReader:

@@ -18,7 +18,7 @@ from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.mounts import Mount
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.maintenance import doctor_disk
-from ckptmgr.maintenance.doctor import Finding, check_space, check_versions
+from ckptmgr.maintenance.doctor import Diagnosis, check_space, check_versions
 from ckptmgr.maintenance.doctor_disk import check_disk
 from ckptmgr.store.trash import DirectoryTrash
 from tests.cli.running import key_file, run
@@ -318,7 +318,7 @@ def test_space_is_compared_with_the_largest_checkpoint(
     assert check_space(store, store.scan()).grade == grade
 
 
-def installed(**versions: str) -> Finding:
+def installed(**versions: str) -> Diagnosis:
     def version_of(name: str) -> str:
         if name not in versions:
             raise metadata.PackageNotFoundError(name)

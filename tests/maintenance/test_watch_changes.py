@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.maintenance.watch import changes as module
-from ckptmgr.maintenance.watch.changes import Batch, Changes
+from ckptmgr.maintenance.watch.changes import Changes, ReportedChanges
 from tests.support.saved import save_run
 
 TEMP = ".net-1.ckpt.a-b-1-2.0000.1-1.tmp"
@@ -25,7 +25,7 @@ def changes() -> Iterator[Changes]:
         yield one
 
 
-def heard(changes: Changes) -> Batch:
+def heard(changes: Changes) -> ReportedChanges:
     """Return the next batch; it is on its way."""
     return changes.wait(LONG_S)
 
@@ -121,7 +121,7 @@ def test_link_to_a_directory_is_followed(tmp_path: Path, changes: Changes) -> No
 def test_shared_file_system_is_not_relied_on(tmp_path: Path, kind: str) -> None:
     with Changes(kind_of=lambda _: kind) as changes:
         assert changes.follow(tmp_path) == f"{kind} does not report what other hosts change"
-        assert changes.wait(0.0) == Batch()
+        assert changes.wait(0.0) == ReportedChanges()
 
 
 def test_user_may_ask_for_polling(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from ckptmgr import Checkpoint
 from ckptmgr.core.model import Link
-from ckptmgr.maintenance.watch.decisions import DirectoryWatch
-from ckptmgr.maintenance.watch.model import AlarmKey, Holder, Limits, Listing, Report, Seen
+from ckptmgr.maintenance.watch.decisions import WatchDecisions
+from ckptmgr.maintenance.watch.model import AlarmKey, LeaseHolder, Limits, Listing, Report, Seen
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 from tests.support import api
 
 HERE = Path("/runs")
-LIVE = {"net": Holder("live", "process 7 on host")}
-DEAD = {"net": Holder("dead", "process 7 on host")}
-ELSEWHERE = {"net": Holder("unknown", "process 7 on other")}
+LIVE = {"net": LeaseHolder("live", "process 7 on host")}
+DEAD = {"net": LeaseHolder("dead", "process 7 on host")}
+ELSEWHERE = {"net": LeaseHolder("unknown", "process 7 on other")}
 T0 = 1_000_000.0
 TEMP = ".net-3.ckpt.a-b-1-2.0000.1-1.tmp"
 
@@ -65,19 +65,19 @@ def leftover(name: str = TEMP, state: api.State = api.State.LEFTOVER) -> Seen:
     )
 
 
-def watch_of(*seen: Seen, limits: Limits | None = None, **more: object) -> DirectoryWatch:
+def watch_of(*seen: Seen, limits: Limits | None = None, **more: object) -> WatchDecisions:
     """Return a watch that has listed these entries at T0."""
-    watch = DirectoryWatch(HERE, started_at=T0, limits=limits or Limits())
+    watch = WatchDecisions(HERE, started_at=T0, limits=limits or Limits())
     listed(watch, T0, *seen, **more)
     return watch
 
 
-def listed(watch: DirectoryWatch, at: float, *seen: Seen, **more: object) -> list[Report]:
+def listed(watch: WatchDecisions, at: float, *seen: Seen, **more: object) -> list[Report]:
     return watch.listed(Listing(at=at, seen=seen, **more))  # type: ignore[arg-type]
 
 
 def check(
-    watch: DirectoryWatch, at: float, seen: Seen, status: api.Status = api.Status.OK, *problems: str
+    watch: WatchDecisions, at: float, seen: Seen, status: api.Status = api.Status.OK, *problems: str
 ) -> list[Report]:
     answer = api.Verification(
         checkpoint=seen.checkpoint, level=api.Level.FULL, status=status, problems=problems
@@ -90,11 +90,11 @@ def events(reports: Sequence[Report]) -> list[tuple[str, str]]:
 
 
 def test_first_listing_is_one_report_and_says_what_is_there() -> None:
-    watch = DirectoryWatch(HERE, started_at=T0, limits=Limits())
+    watch = WatchDecisions(HERE, started_at=T0, limits=Limits())
     assert events(listed(watch, T0, saved(1), saved(2))) == [
         ("watching", "2 checkpoints, the newest net-2.ckpt of 1970-01-12 13:48:40Z")
     ]
-    empty = DirectoryWatch(HERE, started_at=T0, limits=Limits())
+    empty = WatchDecisions(HERE, started_at=T0, limits=Limits())
     assert events(listed(empty, T0)) == [("watching", "no checkpoints yet")]
 
 
@@ -138,7 +138,7 @@ def test_changed_file_is_verified_again() -> None:
 
 def test_what_passed_before_a_restart_is_not_verified_again_unless_it_changed() -> None:
     for content, is_due in (("a", False), ("b", True)):
-        watch = DirectoryWatch(
+        watch = WatchDecisions(
             HERE, started_at=T0, limits=Limits(), remembered={"net-1.ckpt": "a", "gone.ckpt": "a"}
         )
         listed(watch, T0, saved(1, content=content))
@@ -269,7 +269,7 @@ def test_saves_that_are_expected_and_never_come_count_from_the_beginning() -> No
 
 @pytest.mark.parametrize(("holders", "is_alarm"), [(LIVE, True), (ELSEWHERE, True), ({}, False)])
 def test_live_run_that_stops_saving_is_an_alarm_after_three_intervals(
-    holders: dict[str, Holder], is_alarm: bool
+    holders: dict[str, LeaseHolder], is_alarm: bool
 ) -> None:
     seen = [saved(step) for step in (1, 2, 4)]
     watch = watch_of(*seen, holders=holders)
@@ -475,7 +475,7 @@ CHANGES = st.lists(
 def test_every_alarm_begins_once_and_ends_once_whatever_happens(
     changes: list[tuple[str, object]],
 ) -> None:
-    watch = DirectoryWatch(HERE, started_at=T0, limits=Limits(expect_every_s=100, settle_s=10))
+    watch = WatchDecisions(HERE, started_at=T0, limits=Limits(expect_every_s=100, settle_s=10))
     at, reports = T0, list[Report]()
     for kind, value in changes:
         if kind == "list":
@@ -503,7 +503,7 @@ def test_every_alarm_begins_once_and_ends_once_whatever_happens(
 
 @given(CHANGES)
 def test_everything_listed_is_verified_in_the_end(changes: list[tuple[str, object]]) -> None:
-    watch = DirectoryWatch(HERE, started_at=T0, limits=Limits())
+    watch = WatchDecisions(HERE, started_at=T0, limits=Limits())
     present: dict[int, Seen] = {}
     for _, value in changes:
         if isinstance(value, set):

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ckptmgr.maintenance.watch.decisions import DirectoryWatch
-from ckptmgr.maintenance.watch.mirroring import Upload
+from ckptmgr.maintenance.watch.decisions import WatchDecisions
+from ckptmgr.maintenance.watch.mirroring import UploadAttempt
 from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Report, Seen
 from tests.maintenance.test_watch_decisions import HERE, T0, check, listed, saved, watch_of
 from tests.support import api
@@ -17,18 +17,18 @@ WHOLE = AlarmKey("mirror", "")
 PATIENT = Limits(mirror_within_s=600.0)
 
 
-def wanted(watch: DirectoryWatch, at: float = T0) -> list[str]:
+def wanted(watch: WatchDecisions, at: float = T0) -> list[str]:
     """Return the names that a watch wants to be uploaded."""
     return [one.name for one in watch.mirror.want(watch.whole, at)]
 
 
-def ended(watch: DirectoryWatch, at: float, seen: Seen | None, **more: Any) -> list[Report]:
+def ended(watch: WatchDecisions, at: float, seen: Seen | None, **more: Any) -> list[Report]:
     """Have the upload of a checkpoint end."""
     one = None if seen is None else seen.checkpoint
-    return watch.mirrored(at, Upload(directory=HERE, address=URL, checkpoint=one, **more))
+    return watch.mirrored(at, UploadAttempt(directory=HERE, address=URL, checkpoint=one, **more))
 
 
-def verified(*steps: int, limits: Limits | None = None) -> tuple[DirectoryWatch, list[Seen]]:
+def verified(*steps: int, limits: Limits | None = None) -> tuple[WatchDecisions, list[Seen]]:
     """Return a watch that has verified these steps, and wants them."""
     seen = [saved(step) for step in steps]
     watch = watch_of(*seen, limits=limits)

@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr import Checkpoint, parse_policy
 from ckptmgr.maintenance.watch.directory import WatchedDirectory
-from ckptmgr.maintenance.watch.mirroring import Upload
+from ckptmgr.maintenance.watch.mirroring import UploadAttempt
 from tests.cli.running import run
 from tests.support import api
 from tests.support.counted_objects import AwayObjects, CountedObjects
@@ -44,13 +44,13 @@ class Uploading:
             retry_s=0.0,
         )
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._ended: list[Upload] = []
+        self._ended: list[UploadAttempt] = []
         self.mirror.start(lambda: self._woken.put(None))
 
     def want(self, *checkpoints: Checkpoint) -> None:
         self.mirror.want(self.directory, checkpoints)
 
-    def next(self) -> Upload:
+    def next(self) -> UploadAttempt:
         while not self._ended:
             self._woken.get(timeout=_WAIT_S)
             self._ended += self.mirror.ended()

@@ -20,7 +20,7 @@ from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
-    from ckptmgr.maintenance.doctor import Finding
+    from ckptmgr.maintenance.doctor import Diagnosis
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _CHECK_WIDTH = len("leftovers")
@@ -59,7 +59,7 @@ def doctor_command(
         trust, problem = DEFAULT_TRUST, error
     output = render.make_output(ctx, options.absolute(directory))
     sources = given_trust.key_sources or key_options.sources_in_environment()
-    done: list[Finding] = []
+    done: list[Diagnosis] = []
     findings = _findings(
         directory,
         trust,
@@ -85,7 +85,7 @@ def _findings(
     series: str | None,
     is_deep: bool,
     session: Session,
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     from ckptmgr.cli.foreign import why_none, without_foreign
     from ckptmgr.crypto.keys.ring import ring_of
     from ckptmgr.files.load.options import ReadOptions
@@ -98,7 +98,7 @@ def _findings(
         found = store.scan_for(series)
     except OSError as error:
         text = f"the directory cannot be listed: {error.strerror}"
-        yield doctor.Finding(check="listing", grade="fail", message=text)
+        yield doctor.Diagnosis(check="listing", grade="fail", message=text)
         found = []
     if series is not None:
         found = [one for one in found if one.series == series]
@@ -119,7 +119,7 @@ def _findings(
     yield doctor.check_versions()
     absence = None if without_foreign(store, found) else why_none(store.fs, store.directory)
     if absence is not None:
-        yield doctor.Finding(
+        yield doctor.Diagnosis(
             check="resume", grade="warn", message=absence.message, hint=absence.hint
         )
     elif problem is None:
@@ -137,7 +137,7 @@ def _mode_of(source: str) -> str:
     return f"from {shown_name(place)} (mode {mode:04o})"
 
 
-def _print(output: Output, finding: Finding) -> None:
+def _print(output: Output, finding: Diagnosis) -> None:
     output.line(
         Cell(finding.grade.ljust(4), _STYLES[finding.grade]),
         f"  {finding.check.ljust(_CHECK_WIDTH)}  {finding.message}",
@@ -146,7 +146,7 @@ def _print(output: Output, finding: Finding) -> None:
         output.line(f"      hint: {finding.hint}")
 
 
-def _end(output: Output, done: Sequence[Finding]) -> int:
+def _end(output: Output, done: Sequence[Diagnosis]) -> int:
     counts = Counter[str](finding.grade for finding in done)
     if output.is_quiet:
         output.names([one.check.encode() for one in done if one.grade == "fail"])

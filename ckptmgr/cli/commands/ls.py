@@ -26,7 +26,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.policy.lines import meant_line
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.places import Entry, ListedPlace
+    from ckptmgr.cli.places import ListedEntry, ListedPlace
 
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
 _STATE = _HEADER.index("STATE")
@@ -89,7 +89,7 @@ def ls_command(
     return report_all(failures, is_partial=True, as_json=output.is_json)
 
 
-def _summary(shown: list[Entry], places: list[ListedPlace]) -> dict[str, Json]:
+def _summary(shown: list[ListedEntry], places: list[ListedPlace]) -> dict[str, Json]:
     found = [one.checkpoint for one in shown]
     return {
         "count": len(found),
@@ -103,7 +103,7 @@ def _summary(shown: list[Entry], places: list[ListedPlace]) -> dict[str, Json]:
 
 def _print(
     output: Output,
-    shown: list[Entry],
+    shown: list[ListedEntry],
     places: list[ListedPlace],
     session: Session,
     *,

@@ -24,7 +24,7 @@ from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.json_fields import has_known_step
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.places import Entry, ListedPlace
+    from ckptmgr.cli.places import ListedEntry, ListedPlace
 
 _HEADER = ("RUN", "COUNT", "SIZE", "SHARE", "STEP", "SAVED", "KINDS")
 _DAY_S = 86_400
@@ -98,7 +98,7 @@ def stats_command(
     return report_all(failures, is_partial=True, as_json=output.is_json)
 
 
-def _runs(entries: Sequence[Entry]) -> Iterator[_Run]:
+def _runs(entries: Sequence[ListedEntry]) -> Iterator[_Run]:
     found: dict[tuple[Path, str | None, bool], list[Checkpoint]] = {}
     for one in entries:
         place = (one.directory, one.run, one.foreign is not None)

@@ -66,7 +66,7 @@ class SeriesLocation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lineage:
+class Ancestry:
     """A run, the runs it continues, and the checkpoint it continues from."""
 
     run_id: str
@@ -233,7 +233,7 @@ def run_of(
     *,
     options: SaveOptions,
     observers: Observers = REGISTERED,
-    lineage: Lineage | None = None,
+    lineage: Ancestry | None = None,
 ) -> DcpRun:
     """Return the run of this process in a series; another key or disk continues it there.
 
@@ -255,15 +255,15 @@ def run_of(
         return run
 
 
-def lineage_of(place: SeriesLocation) -> Lineage | None:
+def lineage_of(place: SeriesLocation) -> Ancestry | None:
     """Return the lineage of the run of this process in a series, or None before it has one."""
     with _runs_lock:
         run = _runs.get((place.directory, place.series))
     return None if run is None else _lineage(run)
 
 
-def _lineage(run: DcpRun) -> Lineage:
-    return Lineage(
+def _lineage(run: DcpRun) -> Ancestry:
+    return Ancestry(
         run_id=run.writer.run_id,
         parent_run_ids=run.writer.parent_run_ids,
         resumed_from=run.writer.resumed_from,

@@ -29,7 +29,7 @@ from ckptmgr.integrations.dcp.index import INDEX_NAME, INDEX_VERSION, MARK
 from ckptmgr.integrations.dcp.items import bytes_tensor, stored
 from ckptmgr.integrations.dcp.metadata import dcp_index_of, pieces_of
 from ckptmgr.integrations.dcp.place import checked_config, parse_step, place_of
-from ckptmgr.integrations.dcp.run import DcpRun, Lineage, end_run, lineage_of, run_of
+from ckptmgr.integrations.dcp.run import Ancestry, DcpRun, end_run, lineage_of, run_of
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
@@ -281,7 +281,7 @@ class StorageWriter(storage.StorageWriter):
         return {**vars(self), "_save": None, "_draft": None, "_lineage": lineage}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        lineage: Lineage | None = state.pop("_lineage")
+        lineage: Ancestry | None = state.pop("_lineage")
         vars(self).update(state)
         if lineage is not None:
             run_of(self._place, options=self._options, lineage=lineage)

@@ -291,7 +291,7 @@ def _measure(fs: FileSystem, path: Path, *, is_deep: bool) -> tuple[int, float]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class FoundRun:
     """A directory with checkpoints, below the one that was asked about.
 
     Attributes:
@@ -312,13 +312,13 @@ def runs_below(
     most_folders: int = _MOST_FOLDERS,
     most_depth: int = _MOST_DEPTH,
     unread: list[OSError] | None = None,
-) -> tuple[list[Run], bool]:
+) -> tuple[list[FoundRun], bool]:
     """Return the runs in the folders of a directory, and whether all folders were looked at.
 
     A run is not searched for further runs; hidden folders and links are left out. The errors of
     folders that cannot be read are added to `unread`.
     """
-    runs: list[Run] = []
+    runs: list[FoundRun] = []
     waiting = [(directory, 0)]
     looked = 0
     while waiting and looked < most_folders:
@@ -340,7 +340,7 @@ def runs_below(
     return sorted(runs, key=lambda run: run.path), not waiting
 
 
-def _run(path: Path, folder: DiskFolder) -> Run | None:
+def _run(path: Path, folder: DiskFolder) -> FoundRun | None:
     own = {
         name.removesuffix(SUFFIX)
         for name in folder.entries()
@@ -352,4 +352,4 @@ def _run(path: Path, folder: DiskFolder) -> Run | None:
     tools = tuple(one.layout.tool for one in theirs)
     if not count and is_hub_folder(folder.entries()):
         count, tools = 1, (HUB.tool,)
-    return Run(path=path, count=count, tools=tools) if count else None
+    return FoundRun(path=path, count=count, tools=tools) if count else None

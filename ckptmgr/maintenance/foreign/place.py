@@ -30,7 +30,7 @@ from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.maintenance.foreign.layouts import TITLES
 from ckptmgr.maintenance.foreign.listing import ForeignListing, list_foreign
-from ckptmgr.store.name_leases import is_same
+from ckptmgr.store.name_leases import check_as_listed
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import DirectoryTrash, held_listed
 from ckptmgr.store.trash_folder import FOREIGN_TRASH_NAME, TRASH_NAME, held_batch
@@ -109,14 +109,7 @@ class ForeignPlace:
 
     def check_needed(self, needed: Sequence[Checkpoint]) -> None:
         """Raise UnsafePrune unless these are still as they were listed."""
-        now = {one.name: one for one in self.scan()}
-        for one in needed:
-            if one.name not in now or not is_same(now[one.name], one):
-                raise UnsafePrune(
-                    "was removed or saved again after it was decided that others go because it stays",
-                    path=one.path,
-                    hint="run prune again and look at the new plan",
-                )
+        check_as_listed(needed, {one.name: one for one in self.scan()} if needed else {})
 
     def remove(
         self,

@@ -11,7 +11,6 @@ incomplete.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from ckptmgr.core.model import Checkpoint, Plan, State
 from ckptmgr.maintenance.foreign.check import verify_foreign
 from ckptmgr.maintenance.foreign.model import ForeignCheckpoint
 from ckptmgr.maintenance.foreign.place import ForeignPlace
-from ckptmgr.maintenance.prune_plan import Counted, Planner, Spared, nothing_spared
+from ckptmgr.maintenance.prune_plan import Counted, Planner, Spared, nothing_spared, plan_with
 from ckptmgr.maintenance.verdict import Status
 from ckptmgr.policy.lines import RunLine
-from ckptmgr.policy.retention import plan
 from ckptmgr.policy.rules import Last, RetentionPolicy
 
 
@@ -62,23 +60,21 @@ class ForeignPlanner(Planner):
         now: datetime,
     ) -> Plan:
         """Return the plan for the checkpoints of a tool of which some are known to be damaged."""
-        checkpoints = [
-            replace(one, state=State.INCOMPLETE, problem=damaged[one.path])
-            if one.path in damaged
-            else one
-            for one in counted.lines[0].checkpoints
-        ]
-        protected = {
+        checkpoints = [one for one in counted.lines[0].checkpoints if one.path not in damaged]
+        protected = _last_by_time(checkpoints, policy) | {
             one.checkpoint.path: f"{', '.join(one.named_by)} points here"
             for one in self._place.listing.checkpoints
             if one.named_by
         }
-        for path, why in _last_by_time(checkpoints, policy).items():
-            protected.setdefault(path, why)
-        for one in checkpoints:
-            if (said := self.spared(one)) is not None:
-                protected.setdefault(one.path, said)
-        return plan(checkpoints, policy, now, protected=protected, is_one_line=True)
+        return plan_with(
+            counted,
+            damaged,
+            policy,
+            now,
+            self.spared,
+            protected=protected,
+            as_damaged=State.INCOMPLETE,
+        )
 
     def heads(self, counted: Counted, decided: Plan) -> list[Checkpoint]:
         """Return the newest staying ones by number and by time, if anything goes."""

@@ -58,7 +58,7 @@ _MOST_S = 0.5
 
 
 @dataclass(slots=True)
-class Batch:
+class ReportedChanges:
     """Changes since the last batch.
 
     Attributes:
@@ -141,12 +141,12 @@ class Changes(contextlib.AbstractContextManager["Changes"]):
         """End the wait; for other threads."""
         self._queue.put(_Wake())
 
-    def wait(self, timeout_s: float) -> Batch:
+    def wait(self, timeout_s: float) -> ReportedChanges:
         """Return the changes, which may be none, after waiting for the first one at most so long.
 
         Those that follow within moments belong to the batch: a save renames two files.
         """
-        batch = Batch()
+        batch = ReportedChanges()
         deadline = None
         while deadline is None or time.monotonic() < deadline:
             try:

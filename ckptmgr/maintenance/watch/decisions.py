@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decisions about one watched directory: what to verify, where to apply retention, when to alarm.
 
-Pure: `DirectoryWatch` is given listings, results of checks and the time, and returns reports. The
+Pure: `WatchDecisions` is given listings, results of checks and the time, and returns reports. The
 alarms that stand are computed from its state each time, and reported when one begins or ends.
 """
 
@@ -22,12 +22,12 @@ from ckptmgr.maintenance.watch.alarms import (
     time_text,
 )
 from ckptmgr.maintenance.watch.checks import ALARM_OF, PASSED, Check, result_of
-from ckptmgr.maintenance.watch.mirroring import MirrorState, Upload
+from ckptmgr.maintenance.watch.mirroring import MirrorState, UploadAttempt
 from ckptmgr.maintenance.watch.model import (
     AlarmKey,
     AlarmKind,
     EventName,
-    Holder,
+    LeaseHolder,
     Limits,
     Listing,
     Report,
@@ -37,7 +37,7 @@ from ckptmgr.maintenance.watch.model import (
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm, Save
 
 
-class DirectoryWatch:
+class WatchDecisions:
     """State of one directory, watched since `started_at`, in seconds since the epoch.
 
     `remembered` maps name to fingerprint, of the checkpoints that passed a check before a restart.
@@ -89,7 +89,7 @@ class DirectoryWatch:
         ]
 
     @property
-    def holders(self) -> Mapping[str, Holder]:
+    def holders(self) -> Mapping[str, LeaseHolder]:
         """Series to the holder of its lease."""
         return {} if self._listing is None else self._listing.holders
 
@@ -170,7 +170,7 @@ class DirectoryWatch:
             )
         return [*reports, *self.ticked(at)]
 
-    def mirrored(self, at: float, upload: Upload) -> list[Report]:
+    def mirrored(self, at: float, upload: UploadAttempt) -> list[Report]:
         """Take the end of an attempt to mirror."""
         return [*self.mirror.took(at, upload), *self.ticked(at)]
 

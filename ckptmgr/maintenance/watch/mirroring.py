@@ -20,7 +20,7 @@ _Key = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Upload:
+class UploadAttempt:
     """End of an attempt to mirror a checkpoint, or to list the mirror.
 
     Attributes:
@@ -54,7 +54,7 @@ class Uploads(Protocol):
         """Replace the checkpoints of a directory that are to be uploaded."""
         ...
 
-    def ended(self) -> list[Upload]:
+    def ended(self) -> list[UploadAttempt]:
         """Return the attempts that ended since the last call."""
         ...
 
@@ -95,7 +95,7 @@ class MirrorState:
         is_over = _key(one) in self._done or _key(one) in self._refused
         return None if is_over else "not mirrored yet"
 
-    def took(self, at: float, upload: Upload) -> list[Report]:
+    def took(self, at: float, upload: UploadAttempt) -> list[Report]:
         """Take the end of an attempt; return its reports."""
         one = upload.checkpoint
         self._problem = None if upload.outcome == "refused" else upload.problem

@@ -24,8 +24,8 @@ from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.maintenance.prune_plan import PolicyOf, nothing_spared
 from ckptmgr.maintenance.verdict import Level
 from ckptmgr.maintenance.watch.alarms import span
-from ckptmgr.maintenance.watch.changes import Batch, Changes
-from ckptmgr.maintenance.watch.decisions import DirectoryWatch
+from ckptmgr.maintenance.watch.changes import Changes, ReportedChanges
+from ckptmgr.maintenance.watch.decisions import WatchDecisions
 from ckptmgr.maintenance.watch.directory import WatchedDirectory, problem_of
 from ckptmgr.maintenance.watch.memory import Memory
 from ckptmgr.maintenance.watch.mirroring import Uploads
@@ -84,7 +84,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
         remembered = {} if settings.memory is None else settings.memory.read()
         self._places = {path: WatchedDirectory(path, trust=settings.trust) for path in directories}
         self._watches = {
-            path: DirectoryWatch(
+            path: WatchDecisions(
                 path,
                 started_at=clock(),
                 limits=settings.limits,
@@ -156,7 +156,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
             at = self._clock()
             if not self._poll_at - self._settings.poll_s <= at < self._poll_at:
                 self._poll_at = at + self._settings.poll_s
-                yield from self._list(list(self._places), Batch(), is_poll=True)
+                yield from self._list(list(self._places), ReportedChanges(), is_poll=True)
                 yield from self._remember()
             reports = self._verify_next()
             yield from reports or ()
@@ -170,7 +170,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                     return
             yield None
             yield from self._hear(self._pause(tick_s) if reports is None else 0.0)
-            yield from self._list(self._lost, Batch(), is_poll=False)
+            yield from self._list(self._lost, ReportedChanges(), is_poll=False)
             for watch in self._watches.values():
                 yield from watch.ticked(self._clock())
 
@@ -198,7 +198,9 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
             batch.changed.update(self._places)
         yield from self._list(sorted(batch.changed), batch, is_poll=False)
 
-    def _list(self, paths: Sequence[Path], batch: Batch, *, is_poll: bool) -> Iterator[Report]:
+    def _list(
+        self, paths: Sequence[Path], batch: ReportedChanges, *, is_poll: bool
+    ) -> Iterator[Report]:
         for path in paths:
             place, watch, at = self._places[path], self._watches[path], self._clock()
             if path in batch.vanished:  # one that was made again may have the same identity
@@ -322,7 +324,7 @@ class Watcher(contextlib.AbstractContextManager["Watcher"]):
                     series=one.series,
                     checkpoint=one,
                 )
-                yield from self._list([path], Batch(), is_poll=False)
+                yield from self._list([path], ReportedChanges(), is_poll=False)
 
     def _remember(self) -> Iterator[Report]:
         try:
