@@ -1,12 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common part of the adapters of frameworks."""
+"""The common part of the adapters of frameworks; an adapter keeps the mapping of its framework's events.
+
+| adapter | a step has ended | its save waits for | the training has ended |
+|---|---|---|---|
+| `lightning` | `on_train_batch_end` | the hook of the module, a validation, or the end of the epoch | `on_train_end` |
+| `transformers` | `on_step_end` | logs, an evaluation, or the end of the epoch | `on_train_end` |
+| `keras` | `on_train_batch_end` | the end of the epoch with its validation, if the batch is its last | `on_epoch_end` |
+| `mindspore` | `on_train_step_end` | the end of the epoch with its evaluation, if the step is its last | leaving the block |
+| `accelerate` | `step_end` of the loop | nothing | leaving the block |
+
+To add one: make a `FrameworkManager`; call `end_step` once for each step, with the state as it was when
+the step ended; refuse by `check_may_begin` a training that does not resume; call the manager's exit
+when the training ends, with the error if there is one.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Unpack
+from types import TracebackType
+from typing import Any, Self, Unpack
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.subjects import Resume
@@ -59,6 +74,13 @@ class FrameworkManager(CheckpointManager):
         """As `CheckpointManager.resume`, by default as the adapter was told."""
         return super().resume(state, resume if resume is not None or old else self.how, **old)
 
+    def end_step(
+        self, step: int, state: object, *, epoch: int | None, metrics: Mapping[str, float]
+    ) -> bool:
+        """End a step; return whether the training should stop after it. Raises as `step_end`."""
+        self.step_end(step, state, epoch=epoch, metrics=metrics)
+        return self.should_stop
+
     def resume_newest(
         self, parts: Collection[str] = (), *, of: str = "", state: object = None
     ) -> Resumption:
@@ -96,3 +118,39 @@ class FrameworkManager(CheckpointManager):
                 f" {self._owner}(..., resume=Resume(start='new'))"
             )
         return newest
+
+
+class TrainingBlock:
+    """A callback that is a context manager around a training; its framework calls nothing on errors.
+
+    The manager is entered while the framework trains.
+    """
+
+    manager: FrameworkManager
+    _is_entered = False
+
+    def __enter__(self) -> Self:
+        self._is_entered = True
+        self._training = ExitStack()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the training; after an error as `CheckpointManager` does."""
+        self._is_entered = False
+        self._leave(error)
+        try:
+            self._training.__exit__(kind, error, traceback)
+        finally:
+            self.manager.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Give back what the adapter has changed, before the last step is saved."""
+
+    def _check_is_entered(self) -> None:
+        if not self._is_entered:
+            raise RuntimeError(f"train inside `with {type(self).__name__}(...) as checkpoints:`")

@@ -17,19 +17,17 @@ Only public names of Keras are used. Rules, each found by failing:
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import keras
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.integrations.base import FrameworkManager
+from ckptmgr.integrations.base import FrameworkManager, TrainingBlock
 from ckptmgr.integrations.keras.counts import counts_of, put_counts
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
@@ -70,7 +68,7 @@ class _Step:
     metrics: Mapping[str, float]
 
 
-class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
+class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
     """Saves, prunes and resumes one `fit`; a context manager around it.
 
     Args:
@@ -105,8 +103,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             )
         self.manager = FrameworkManager("KerasCheckpoints", directory, config, **options)
         self._counting = tuple(counting)
-        self._open = contextlib.ExitStack()  # while `fit` trains
-        self._is_entered = self._has_begun = self._is_stopping = False
+        self._has_begun = self._is_stopping = False
         self._saved: Mapping[str, Any] | None = None
         self._initial_epoch: int | None = None
         self._seed: Any = None
@@ -116,23 +113,8 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         self._pending: _Step | None = None
         self._batches: TrainFunction | None = None
 
-    def __enter__(self) -> Self:
-        self._is_entered = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the training; after an error as `CheckpointManager` does."""
-        self._is_entered = False
+    def _leave(self, error: BaseException | None) -> None:
         self._remove_stand_in()
-        try:
-            self._open.__exit__(kind, error, traceback)
-        finally:
-            self.manager.close()
 
     @property
     def initial_epoch(self) -> int:
@@ -170,8 +152,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             RuntimeError: Outside of a `with` block, or in a second `fit`.
             StateMismatch: The model, or the class of its optimizer, is another than the saved one.
         """
-        if not self._is_entered:
-            raise RuntimeError("train inside `with KerasCheckpoints(...) as checkpoints:`")
+        self._check_is_entered()
         if self._has_begun:
             raise RuntimeError(
                 "a KerasCheckpoints is for one fit: give each its own, with a prefix= or a directory"
@@ -180,7 +161,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
         _ = self.initial_epoch
         self._seed = global_seed()
         self._restore()
-        self._open.enter_context(self.manager)
+        self._training.enter_context(self.manager)
         self._batches = TrainFunction(self.model)
         _ = self.manager.should_stop  # which begins to watch
 
@@ -256,7 +237,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             pending.random, pending.metrics = GlobalRandom().state_dict(), _numbers(logs)
         self._end_step()
         if is_stopped or self._is_stopping or epoch + 1 >= self.params["epochs"]:
-            self._open.close()  # before `fit` replaces the weights by their average
+            self._training.close()  # before `fit` replaces the weights by their average
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Cut a validation short after a signal that asks the run to stop."""
@@ -266,7 +247,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for saves in the background."""
         self._remove_stand_in()
-        self._open.close()
+        self._training.close()
 
     # ------------------------------------------------------------------ states
 
@@ -295,8 +276,7 @@ class KerasCheckpoints(keras.callbacks.Callback):  # type: ignore[misc, unused-i
             }
 
         self._step = step.number
-        self.manager.step_end(step.number, content, epoch=step.epoch, metrics=step.metrics)
-        if self.manager.should_stop:
+        if self.manager.end_step(step.number, content, epoch=step.epoch, metrics=step.metrics):
             self._is_stopping = self.model.stop_training = True
 
     def _end_skip(self, done: int) -> None:

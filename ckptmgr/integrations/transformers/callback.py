@@ -24,8 +24,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from transformers import TrainerCallback
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
-from ckptmgr.integrations.base import FrameworkManager
+from ckptmgr.integrations.base import FrameworkManager, TrainingBlock
 from ckptmgr.integrations.transformers.checks import (
     CALL,
     WAYS_OUT,
@@ -52,7 +51,7 @@ from ckptmgr.state.paths import StateMismatch
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
 
 
-class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
+class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Saves, prunes and resumes the runs of a Trainer; a context manager around its training.
 
     Args:
@@ -88,22 +87,9 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
         self._metrics: dict[str, float] = {}
         self._after_save: tuple[object, ...] | None = None
         self._has_warned = False
-        self._open = contextlib.ExitStack()  # while the Trainer trains
         self._given = contextlib.ExitStack()  # what `materialize` made
-        self._is_entered = False
 
-    def __enter__(self) -> Self:
-        self._is_entered = True
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Leave the training; after an error as `CheckpointManager` does."""
-        self._is_entered = False
+    def _leave(self, error: BaseException | None) -> None:
         self._given.close()
         is_told = isinstance(error, StateMismatch)
         if error is not None and self._resumed is not None and not is_told:  # before the first step
@@ -113,10 +99,6 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
             add_note(error, text)
         if error is not None and self._pending is not None:
             self.manager.note_step(**self._ended_step(*self._pending))
-        try:
-            self._open.__exit__(kind, error, traceback)
-        finally:
-            self.manager.close()
 
     def materialize(self) -> str | None:
         """Return a directory for `Trainer.train(resume_from_checkpoint=...)`, or None at the start.
@@ -194,8 +176,8 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
         check_arguments(args)
         warn_about(args, is_resumed=self._saved_epoch is not None)
         self._check_start(state, kwargs)
-        self._open.close()
-        self._open.enter_context(self.manager)
+        self._training.close()
+        self._training.enter_context(self.manager)
         self._pending = None
         resumed, self._resumed, self._ended = self._resumed, None, None
         if resumed is not None and state.global_step >= state.max_steps:
@@ -233,7 +215,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
         if is_cut or not (control.should_log or control.should_evaluate):
             self._end_step(control)
         if is_cut and control.should_training_stop:
-            self._open.close()
+            self._training.close()
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
@@ -249,7 +231,7 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
         """Save the last step, and wait for saves in the background."""
         self._given.close()
         self._end_step(control)
-        self._open.close()
+        self._training.close()
 
     def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
         """Compare the state that the Trainer has loaded with the checkpoint; refuse it if it loads none."""
@@ -286,9 +268,9 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
     def _end_step(self, control: Any) -> None:
         """End a step for the manager, once."""
         if self._pending is not None:
-            self.manager.step_end(**self._ended_step(*self._pending))
+            stops = self.manager.end_step(**self._ended_step(*self._pending))
             self._pending, self._metrics = None, {}
-            control.should_training_stop |= self.manager.should_stop
+            control.should_training_stop |= stops
 
     def _ended_step(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `step_end` for a step."""
@@ -325,10 +307,6 @@ class TrainerCheckpoints(TrainerCallback):  # type: ignore[misc, unused-ignore]
             " draw from the index of the row instead",
             stacklevel=2,
         )
-
-    def _check_is_entered(self) -> None:
-        if not self._is_entered:
-            raise RuntimeError("train inside `with TrainerCheckpoints(...) as checkpoints:`")
 
 
 def _is_whole(state: Any) -> bool:
