@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import UnsafePrune
-from ckptmgr.core.trust import DEFAULT_TRUST
 from ckptmgr.objects.places import open_place
-from ckptmgr.objects.requests import open_objects
 from tests.cli.running import key_file, run, run_json
 from tests.support import api
 from tests.support.saved import KEY, flip, items, save_run
@@ -253,7 +251,7 @@ def test_named_checkpoint_there_goes_for_good_and_the_last_good_one_stays(url: s
     assert run("rm", "3", "--dir", url, "--now", "--yes", "--force").exit_code == 0
     last = run("rm", f"{url}/net-1_2.ckpt", "--now", "--yes", "--force")
     assert (last.exit_code, "the last good checkpoint" in last.stderr) == (13, True)
-    assert len(open_objects(url).list("data/")) == 1
+    assert len(api.open_objects(url).list("data/")) == 1
 
 
 def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
@@ -263,7 +261,7 @@ def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
 
 
 def test_checkpoint_that_was_replaced_since_it_was_listed_stays(url: str) -> None:
-    place = open_place(url, trust=DEFAULT_TRUST)
+    place = open_place(url, trust=api.DEFAULT_TRUST)
     listed_before = {one.name: one for one in place.scan()}
     old = replace(listed_before["net-1_1.ckpt"], id="0" * 64)
     (failure,) = place.remove([old])
