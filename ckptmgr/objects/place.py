@@ -22,6 +22,7 @@ from ckptmgr.store.listing import entry_of
 from ckptmgr.store.name_leases import check_as_listed, is_unchanged
 from ckptmgr.store.store import Store
 
+_FEW = 3  # requests for each are fewer than those of a listing
 _PROBLEM = (
     "no manifest names this data: an upload goes on or was cut off, or a removal was; prune removes it "
     f"{LEFTOVER_AGE.days} days after it was written"
@@ -50,8 +51,11 @@ class ObjectPlace(Store):
     settle = finish_moves
 
     def check_needed(self, needed: Sequence[Checkpoint]) -> None:
-        """Raise UnsafePrune unless these are still as they were listed; lists once for all of them."""
-        check_as_listed(needed, {one.name: one for one in self.scan()} if needed else {})
+        """Raise UnsafePrune unless these are still as they were listed; lists once for many."""
+        if len(needed) < _FEW:
+            super().check_needed(needed)
+        else:
+            check_as_listed(needed, {one.name: one for one in self.scan()})
 
     def remove(
         self,
