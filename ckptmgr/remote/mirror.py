@@ -48,6 +48,7 @@ from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.retention import dropped, without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import parse_policy
+from ckptmgr.remote.copies import Copies
 from ckptmgr.remote.fallback import (
     Fetched,
     ask_for_newer,
@@ -57,7 +58,6 @@ from ckptmgr.remote.fallback import (
 )
 from ckptmgr.remote.places import note_mirror
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.applied import drop
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class MirrorUploads:
         self._objects = open_objects(mirror.url) if objects is None else objects
         self.listing = ObjectPlace(self._objects, trust=writer.store.trust, clock=clock)
         self.directory = self.listing.remote
+        self._copies = Copies(self._store, self.listing, mirror.policy, self._dropped)
         self._is_of_parent = False
         self._reset()
         reset_in_child(self)
@@ -177,7 +178,6 @@ class MirrorUploads:
         self._is_closing = False
         self._has_to_catch_up = False
         self._failures = 0
-        self._has_swept = False
         self._has_noted = False
         self._has_said_rival = False
         self._known: set[tuple[int, int, int]] | None = None  # there at the start
@@ -377,7 +377,7 @@ class MirrorUploads:
         one, store = upload.checkpoint, self._store
         started = time.perf_counter()
         try:
-            outcome = self.directory.upload(store, one.name)
+            outcome = self._copies.send(one.name)
         except FileNotFoundError as error:
             now = store.look(one.name)
             if now is not None and now.id == one.id:
@@ -433,7 +433,7 @@ class MirrorUploads:
         if not upload.done.done():
             upload.done.set_exception(error)
 
-    def _own(self, present: list[Checkpoint]) -> list[Checkpoint]:
+    def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
         runs = self._writer.own_runs
         return [one for one in present if one.run_id in runs and one.series == self._writer.series]
 
@@ -495,11 +495,7 @@ class MirrorUploads:
         with ThreadPoolExecutor(_READERS) as pool:
             is_changed = list(pool.map(self._is_changed, both))
         changed = [one for one, is_so in zip(both, is_changed, strict=True) if is_so]
-        missing = [one for one in here if one.name not in names]
-        policy = self._mirror.policy
-        if policy is not None and missing:
-            going = self._dropped([*self._own(self.listing.scan()), *missing], policy)
-            missing = [one for one in missing if one not in going]
+        missing = self._copies.kept([one for one in here if one.name not in names])
         with self._changed:
             missing = sorted([*missing, *changed], key=lambda one: one.order)
             self._missing = [_Upload(one) for one in missing]
@@ -535,8 +531,13 @@ class MirrorUploads:
             self._compared[one.name] = one
         return found is not Difference.SAME
 
-    def _dropped(self, own: Sequence[Checkpoint], policy: RetentionPolicy) -> Sequence[Checkpoint]:
-        """Return the checkpoints there that the policy of the mirror drops."""
+    def _dropped(
+        self, found: Sequence[Checkpoint], policy: RetentionPolicy
+    ) -> Sequence[Checkpoint]:
+        """Return the checkpoints of this run that a policy drops of these."""
+        own = self._own(found)
+        if not any(one.is_countable for one in own):
+            return ()
         applied, _ = without_unranked(own, policy)
         newest = max(own, key=lambda one: one.order)
         pinned = {one.name for one in self._store.scan() if one.pins}
@@ -565,20 +566,8 @@ class MirrorUploads:
 
     def _retain(self) -> None:
         """Apply the policy of the mirror to its checkpoints; a failure is logged."""
-        policy = self._mirror.policy
-        if policy is None:
-            return
         try:
-            present = self.listing.scan()
-            own = self._own(present)
-            if not any(one.is_countable for one in own):
-                return
-            going = self._dropped(own, policy)
-            for failed in drop(self.listing, going, present=present):
-                raise failed
-            if not self._has_swept:
-                self.directory.sweep()
-                self._has_swept = True
+            going = self._copies.retain()
         except (CkptmgrError, OSError) as error:
             _LOG.warning("%s: retention: %s", self.url, error_text(error))
             self._observers.emit("mirror", error, series=self._writer.series, notes=("retention",))

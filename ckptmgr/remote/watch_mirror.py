@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
@@ -32,7 +33,7 @@ from ckptmgr.objects.place import ObjectPlace
 from ckptmgr.objects.requests import Objects, checked_url, open_objects, retry_pause_s
 from ckptmgr.policy.retention import without_unranked
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.store.applied import drop
+from ckptmgr.remote.copies import Copies
 from ckptmgr.store.store import Store
 
 _RETRY_S = 1.0
@@ -94,16 +95,15 @@ class _Place:
 
     path: Path
     store: Store
-    remote: ObjectPlace
+    copies: Copies
     wanted: dict[str, Checkpoint] = field(default_factory=dict)
     there: set[str] | None = None
     failures: int = 0
     retry_at: float = 0.0
-    has_swept: bool = False
 
     @property
     def address(self) -> str:
-        return str(self.remote.directory)
+        return str(self.copies.place.directory)
 
 
 class WatchMirror:
@@ -140,11 +140,10 @@ class WatchMirror:
 
     def _place(self, path: Path, objects: Objects, trust: Trust) -> _Place:
         stoppable = _Stoppable(objects, lambda: self.is_stopping)
-        return _Place(
-            path=path,
-            store=Store(path, trust=trust),
-            remote=ObjectPlace(stoppable, trust=trust, clock=self._clock),
-        )
+        store = Store(path, trust=trust)
+        place = ObjectPlace(stoppable, trust=trust, clock=self._clock)
+        judge = partial(self._dropped, store)
+        return _Place(path=path, store=store, copies=Copies(store, place, self._keep, judge))
 
     def start(self, wake: Callable[[], None]) -> None:
         """Begin; see `Uploads`."""
@@ -244,10 +243,10 @@ class WatchMirror:
         self._wake()
 
     def _list(self, place: _Place) -> UploadAttempt:
-        found = place.remote.scan()
+        found = place.copies.place.scan()
         removed: tuple[Checkpoint, ...] = ()
         problem = None
-        if self._keep is not None and self._dropped(place, found, self._keep):
+        if place.copies.going(found):
             removed, problem = self._retain(place)  # a watch that was killed had that left to do
         with self._changed:
             place.there = {one.name for one in found if one not in removed}
@@ -266,9 +265,9 @@ class WatchMirror:
             directory=place.path, address=address, outcome="present", checkpoint=one
         )
         is_there = place.there is not None and one.name in place.there
-        if not is_there and one.path not in self._kept(place, [*place.remote.scan(), one]):
+        if not (is_there or place.copies.kept([one])):
             return replace(done, outcome="left out")
-        if not place.remote.remote.upload(place.store, one.name):
+        if not place.copies.send(one.name):
             return done
         removed, problem = self._retain(place)
         if place.there is not None:
@@ -300,19 +299,11 @@ class WatchMirror:
             problem=problem,
         )
 
-    def _kept(self, place: _Place, found: Sequence[Checkpoint]) -> frozenset[Path]:
-        """Return the paths of those that the policy of the mirror keeps there."""
-        if self._keep is None:
-            return frozenset(one.path for one in found)
-        return frozenset(one.path for one in found) - {
-            gone.path for gone in self._dropped(place, found, self._keep)
-        }
-
     def _dropped(
-        self, place: _Place, found: Sequence[Checkpoint], keep: RetentionPolicy
+        self, store: Store, found: Sequence[Checkpoint], keep: RetentionPolicy
     ) -> list[Checkpoint]:
         now = datetime.fromtimestamp(self._clock(), UTC)
-        pinned = {one.name for one in place.store.scan() if one.pins}
+        pinned = {one.name for one in store.scan() if one.pins}
 
         def spared(one: Checkpoint) -> str | None:
             return "pinned here" if one.name in pinned else None
@@ -324,18 +315,10 @@ class WatchMirror:
             dropped += plan_with(counted, {}, applied, now, spared).dropped
         return dropped
 
-    def _retain(self, place: _Place) -> tuple[tuple[Checkpoint, ...], str | None]:
+    @staticmethod
+    def _retain(place: _Place) -> tuple[tuple[Checkpoint, ...], str | None]:
         """Apply the policy of the mirror; return the removed checkpoints, or why it failed."""
-        if self._keep is None:
-            return (), None
         try:
-            present = place.remote.scan()
-            dropped = self._dropped(place, present, self._keep)
-            for failed in drop(place.remote, dropped, present=present):
-                raise failed
-            if not place.has_swept:
-                place.remote.remote.sweep()
-                place.has_swept = True
+            return tuple(place.copies.retain()), None
         except (CkptmgrError, OSError) as error:
             return (), f"retention at {place.address}: {problem_of(error)}"
-        return tuple(dropped), None
