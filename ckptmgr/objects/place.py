@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.place import OBJECT_STORE, Capabilities
 from ckptmgr.core.trust import Trust
@@ -18,9 +19,10 @@ from ckptmgr.objects.filesystem import RemoteFiles
 from ckptmgr.objects.paths import UrlPath
 from ckptmgr.objects.requests import Objects
 from ckptmgr.store.listing import entry_of
-from ckptmgr.store.name_leases import check_as_listed
+from ckptmgr.store.name_leases import check_as_listed, is_unchanged
 from ckptmgr.store.store import Store
 
+_FEW = 3  # requests for each are fewer than those of a listing
 _PROBLEM = (
     "no manifest names this data: an upload goes on or was cut off, or a removal was; prune removes it "
     f"{LEFTOVER_AGE.days} days after it was written"
@@ -49,8 +51,11 @@ class ObjectPlace(Store):
     settle = finish_moves
 
     def check_needed(self, needed: Sequence[Checkpoint]) -> None:
-        """Raise UnsafePrune unless these are still as they were listed; lists once for all of them."""
-        check_as_listed(needed, {one.name: one for one in self.scan()} if needed else {})
+        """Raise UnsafePrune unless these are still as they were listed; lists once for many."""
+        if len(needed) < _FEW:
+            super().check_needed(needed)
+        else:
+            check_as_listed(needed, {one.name: one for one in self.scan()})
 
     def remove(
         self,
@@ -62,13 +67,22 @@ class ObjectPlace(Store):
         """Remove checkpoints: first all manifests, then their data; see `Place.remove`."""
         if not checkpoints:
             return []
-        self.check_not_all(checkpoints, self.scan() if present is None else present)
+        present = self.scan() if present is None else present
+        self.check_not_all(checkpoints, present)
         self.check_needed(needed)
+        now = {one.name: one for one in present}
+        going: list[Checkpoint] = []
+        failures: list[Exception] = []
+        for one in checkpoints:
+            try:
+                going += [one] if is_unchanged(one, now.get(one.name)) else []
+            except UnsafePrune as error:
+                failures.append(error)
         try:
-            self.remote.remove(checkpoints)
+            self.remote.remove(going)
         except OSError as error:
-            return [error]
-        return []
+            failures.append(error)
+        return failures
 
     def clean_up(self) -> list[str]:
         """Remove old data that no manifest names; return one sentence per action.

@@ -11,12 +11,10 @@ from __future__ import annotations
 import contextlib
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.formats.source import read_bytes
 from ckptmgr.objects.requests import checked_url
 from ckptmgr.store.store import Store
 
 _SUFFIX = ".mirror"
-_MAX_BYTES = 4096
 
 
 def note_mirror(store: Store, series: str, url: str) -> bool:
@@ -44,8 +42,7 @@ def mirrors_of(store: Store) -> list[str]:
 
 
 def _address(store: Store, series: str) -> str | None:
-    with contextlib.suppress(CkptmgrError, OSError, ValueError):
-        path = store.directory / f".{series}{_SUFFIX}"
-        with contextlib.closing(store.open_data(path)) as file:
-            return checked_url(read_bytes(file, 0, min(file.size, _MAX_BYTES)).decode())
+    noted = store.read_note(f".{series}{_SUFFIX}")
+    with contextlib.suppress(ValueError):
+        return None if noted is None else checked_url(noted.decode())
     return None

@@ -61,14 +61,14 @@ def hold_unchanged(
             try:
                 if checkpoint.name != checkpoint.series:
                     leases.enter_context(hold_name(fs, directory, checkpoint.name))
-                if _is_unchanged(checkpoint, look(checkpoint.name)):
+                if is_unchanged(checkpoint, look(checkpoint.name)):
                     held.checkpoints.append(checkpoint)
             except (CkptmgrError, OSError) as error:
                 held.failures.append(error)
         yield held
 
 
-def _is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
+def is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
     """Return whether a checkpoint is unchanged since its listing; False if it was removed.
 
     Raises:

@@ -30,6 +30,7 @@ The decision *what* to keep is made in `policy.retention`.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,11 +38,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptmgr.core.contexts import contextmanager
-from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr.core.errors import (
+    CkptmgrError,
+    KeyProblem,
+    UnsafePrune,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.core.model import Checkpoint, Pin, State
 from ckptmgr.core.place import DIRECTORY, Capabilities, Trash
 from ckptmgr.core.shard_names import is_checkpoint_name
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
+from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import (
     FileStatus,
     FileSystem,
@@ -69,6 +77,7 @@ if TYPE_CHECKING:  # slow to import, and needed with keys only
 
 # While a writer of another series works, the directory may never stop changing.
 _MOST_LOOKS = 20
+_MOST_NOTE_BYTES = 4096
 
 
 class Store:
@@ -441,6 +450,17 @@ class Store:
         """
         looks = ((one.name, self.look(one.name)) for one in needed)
         check_as_listed(needed, {name: found for name, found in looks if found is not None})
+
+    def read_note(self, name: str) -> bytes | None:
+        """Return a small file beside the checkpoints, at most `_MOST_NOTE_BYTES`; None for none.
+
+        A note tells something and decides nothing: one that cannot be read counts as absent.
+        """
+        try:
+            with contextlib.closing(self.open_data(self.directory / name)) as file:
+                return read_bytes(file, 0, min(file.size, _MOST_NOTE_BYTES))
+        except (CkptmgrError, OSError):
+            return None
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""

@@ -338,9 +338,11 @@ class PlaceBehaviours:
 
     def test_one_that_was_saved_again_since_the_listing_stays(self, place: PlaceUnderTest) -> None:
         publish_all(place, 10, 20)
-        if not {"removes", "overwrites"} <= place.can:
+        if "removes" not in place.can:
             return
         old = place.listed()[1]
+        if "overwrites" not in place.can:
+            removed(place.again(), [old])
         new = place.again().publish(10)
         (error,) = removed(place, [old])
         assert isinstance(error, UnsafePrune)
@@ -401,8 +403,9 @@ class PlaceBehaviours:
     def test_one_that_a_cut_plan_drops_is_whole_or_its_name_is_free(
         self, place: PlaceUnderTest
     ) -> None:
+        place.publish(1)
         for change in range(1, _MOST_CHANGES):
-            publish_all(place, 10 * change, 10 * change + 1)
+            place.publish(10 * change)
             going = place.listed()[1]
             if not is_cut(place, change, lambda cut: cut.plan("last(1)", NOW)()):
                 return
@@ -410,7 +413,7 @@ class PlaceBehaviours:
                 again = place.again().publish(going.step)
                 assert again in whole(place)
                 assert place.content(again)
-            assert carry_out(place.again(), "last(2)", now=NOW + 25 * HOUR) == []
+            assert carry_out(place.again(), "last(1)", now=NOW + 25 * HOUR) == []
         raise AssertionError(f"more than {_MOST_CHANGES} changes for one checkpoint")
 
     def test_plan_for_another_listing_is_refused(self, place: PlaceUnderTest) -> None:

@@ -22,7 +22,6 @@ from ckptmgr.core.model import UNUSABLE, Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
-from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.gc_pause import gc_paused_if_short
 from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import (
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from ckptmgr.remote.fallback import Fetched
 
 _LOG = logging.getLogger(__name__)
-_MAX_BYTES = 4096  # of the file of starts
 _MANY_STARTS = 3
 _Loaded = TypeVar("_Loaded")
 Fetch = Callable[[Checkpoint | None, Sequence[Checkpoint], Set[str]], "Fetched"]
@@ -175,18 +173,14 @@ class Resumption:
 def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
     """Record a start from `checkpoint`; return the number of starts without a newer save."""
     identity = [checkpoint.name, checkpoint.sequence]
-    path = store.directory / f".{series}.starts"
-    starts = 1
-    with contextlib.suppress(
-        OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
-    ):
-        with contextlib.closing(store.fs.open(path)) as file:
-            noted = json.loads(read_bytes(file, 0, min(file.size, _MAX_BYTES)))
+    name, starts = f".{series}.starts", 1
+    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        noted = json.loads(store.read_note(name) or b"{}")
         if noted["checkpoint"] == identity:
             starts += int(noted["starts"])
     with contextlib.suppress(OSError):
         note = json.dumps({"checkpoint": identity, "starts": starts}).encode()
-        store.write_note(path, note, series=series)
+        store.write_note(store.directory / name, note, series=series)
     return starts
 
 

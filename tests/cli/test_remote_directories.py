@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckptmgr.objects.requests import open_objects
+from ckptmgr import UnsafePrune
+from ckptmgr.objects.places import open_place
 from tests.cli.running import key_file, run, run_json
 from tests.support import api
 from tests.support.saved import KEY, flip, items, save_run
@@ -249,10 +251,20 @@ def test_named_checkpoint_there_goes_for_good_and_the_last_good_one_stays(url: s
     assert run("rm", "3", "--dir", url, "--now", "--yes", "--force").exit_code == 0
     last = run("rm", f"{url}/net-1_2.ckpt", "--now", "--yes", "--force")
     assert (last.exit_code, "the last good checkpoint" in last.stderr) == (13, True)
-    assert len(open_objects(url).list("data/")) == 1
+    assert len(api.open_objects(url).list("data/")) == 1
 
 
 def test_address_of_a_run_is_no_checkpoint_to_remove(url: str) -> None:
     refused = run("rm", url, "--now", "--yes")
     assert (refused.exit_code, "prune removes by a policy" in refused.stderr) == (2, True)
+    assert len(_names(url)) == 3
+
+
+def test_checkpoint_that_was_replaced_since_it_was_listed_stays(url: str) -> None:
+    place = open_place(url, trust=api.DEFAULT_TRUST)
+    listed_before = {one.name: one for one in place.scan()}
+    old = replace(listed_before["net-1_1.ckpt"], id="0" * 64)
+    (failure,) = place.remove([old])
+    assert isinstance(failure, UnsafePrune)
+    assert "was saved again" in str(failure)
     assert len(_names(url)) == 3

@@ -23,7 +23,7 @@ import pytest
 from ckptmgr import Checkpoint
 from ckptmgr.cli.watch_view import report_json, table_lines
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.maintenance.watch.model import AlarmKind, EventName, LeaseHolder, Report, SeriesRow
+from ckptmgr.maintenance.watch.model import AlarmKind, EventName, Report, SeriesHolder, SeriesRow
 from tests.cli.running import process_env, run
 from tests.cli.test_watch import damage
 from tests.cli.watching import SCHEMA, schema, training
@@ -124,7 +124,7 @@ def test_table_shows_last_save_rate_disk_and_time_to_full() -> None:
         bytes_per_s=5e8,
         free_bytes=10**12,
         full_in_s=7300.0,
-        holder=LeaseHolder("live", "process 7"),
+        holder=SeriesHolder("live", "process 7"),
     )
     assert shown(full) == [
         "SERIES  STEP       SAVED  EVERY       WRITE     FREE  FULL IN  STATE",
@@ -137,7 +137,7 @@ def test_rows_with_alarms_come_first_and_states_say_what_is_to_do() -> None:
         row(series="a"),
         row(series="b", unverified=3),
         row(series="c", alarms=("damaged", "disk")),
-        row(series=None, holder=LeaseHolder("dead", "process 7")),
+        row(series=None, holder=SeriesHolder("dead", "process 7")),
     ]
     assert [line.split()[0] for line in shown(*rows)] == ["SERIES", "c", "a", "b", "no"]
     assert [line.split("  ")[-1].strip() for line in shown(*rows)[1:]] == [

@@ -16,13 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import ModelCheckpoint
-from ckptmgr.config.config import CheckpointConfig, check_config
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import KeyProblem
+from ckptmgr import (
+    CheckpointConfig,
+    EverySeconds,
+    EverySteps,
+    KeyProblem,
+    MemoryConfig,
+    ModelCheckpoint,
+    Never,
+    Overhead,
+    PolicyTextError,
+)
+from ckptmgr.config.config import check_config
 from ckptmgr.policy.rules import Best, Last, RetentionPolicy
-from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
-from ckptmgr.policy.text import PolicyTextError
 from ckptmgr.policy.time_rules import PerMinutes
 
 _KEY = b"sixteen byte key"

@@ -11,7 +11,8 @@ from typing import TypedDict
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig, check_config
+from ckptmgr import CheckpointConfig
+from ckptmgr.config.config import check_config
 from ckptmgr.core.names import check_directory, check_prefix
 
 

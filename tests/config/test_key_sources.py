@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem
-from ckptmgr.crypto.keys.key import Key
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    KeyProblem,
+    load_checkpoint,
+    open_checkpoint,
+    save_checkpoint,
+)
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyRing
-from ckptmgr.files.open_checkpoint import open_checkpoint
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.rekeying import openers, ring
 
-KEY = Key(bytes(range(32)))
+KEY = api.Key(bytes(range(32)))
 FORMAT = "safetensors"
 
 
@@ -61,7 +65,7 @@ def test_run_under_a_passphrase_saves_and_resumes(
     train(tmp_path / "runs", config)
     again = CheckpointConfig(enc_key=phrase, format=FORMAT)
     assert train(tmp_path / "runs", again, steps=range(0), resume=True) == 3
-    newest = max(Store(tmp_path / "runs").scan(), key=lambda one: one.step)
+    newest = max(api.listed(tmp_path / "runs"), key=lambda one: one.step)
     assert openers(newest, [ring("wrong"), ring("correct horse")]) == [1]
 
 
@@ -79,7 +83,7 @@ def test_machine_with_public_keys_only_saves_keeps_and_never_opens(
     private, public = alice
     config = CheckpointConfig(enc_recipients=[public], format=FORMAT, keep="last(2)")
     assert train(tmp_path / "runs", config, resume=True) == 0
-    steps = sorted(one.step for one in Store(tmp_path / "runs").scan())
+    steps = sorted(one.step for one in api.listed(tmp_path / "runs"))
     assert steps == [2, 3]
     with pytest.raises(KeyProblem) as caught:
         train(tmp_path / "runs", config, resume=True)
@@ -110,8 +114,8 @@ def test_key_and_further_recipients_all_open_the_files(
     config = CheckpointConfig(enc_key=KEY.raw, enc_recipients=[public, phrase], format=FORMAT)
     train(tmp_path / "runs", config)
     pem = Path(private.removeprefix("file:")).read_bytes()
-    everybody = [ring(KEY), ring(pem), ring("correct horse"), ring(Key(bytes(32)))]
-    for checkpoint in Store(tmp_path / "runs").scan():
+    everybody = [ring(KEY), ring(pem), ring("correct horse"), ring(api.Key(bytes(32)))]
+    for checkpoint in api.listed(tmp_path / "runs"):
         everybody_or_key = everybody if checkpoint.step == 3 else everybody[:1]
         assert openers(checkpoint, everybody_or_key) == [0, 1, 2][: len(everybody_or_key)]
         assert checkpoint.opened_by[0] == f"key {KEY.key_id}"
@@ -132,7 +136,7 @@ def test_pin_keeps_the_manifest_open_for_all_recipients(
     ) as manager:
         manager.pin(2, "paper")
     pem = Path(private.removeprefix("file:")).read_bytes()
-    for checkpoint in Store(tmp_path / "runs").scan():
+    for checkpoint in api.listed(tmp_path / "runs"):
         assert openers(checkpoint, [ring(KEY), ring(pem)]) == [0, 1]
 
 

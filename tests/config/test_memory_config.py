@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.config.memory import MIB, MemoryConfig
+from ckptmgr import MemoryConfig
+from ckptmgr.memory_config import MIB
 
 GIB = 1 << 30
 GOLDEN = json.loads(

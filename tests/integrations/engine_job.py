@@ -80,8 +80,7 @@ def main(plan: Plan) -> None:
         mindspore.set_device("CPU")
         init()
 
-    from ckptmgr import CheckpointConfig, CheckpointManager
-    from ckptmgr.core.errors import SaveFailed
+    from ckptmgr import CheckpointConfig, CheckpointManager, SaveFailed
     from ckptmgr.integrations.job import job_coordinator
 
     coordinator = job_coordinator(directory=Path(plan.directory) / "meeting")

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 
 WHOLE = np.arange(48, dtype=np.float32).reshape(8, 6)
 

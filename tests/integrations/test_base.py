@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume
-from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume, UnsupportedCheckpoint
 from ckptmgr.integrations.base import FrameworkManager
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 

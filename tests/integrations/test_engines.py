@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.core.model import State
-from ckptmgr.store.store import Store
 from tests.integrations.engine_job import ROOT, Plan, trained
+from tests.support import api
 from tests.support.ports import reserved_port
 
 WORLD = 2
@@ -65,8 +64,8 @@ def check_ranks(run: Callable[[Plan], None], plan: Plan, ending: str) -> None:
         assert (told["world"], told["start"]) == (WORLD, 2)
         assert told["weights"] == reference(rank, 4)
     assert "rank 1 did not come to" in str(plan.told(0)["failed"])
-    found = Store(Path(plan.directory) / "run").scan()
-    assert sorted(c.step for c in found if c.state is State.OK) == [1, 2, 3]
+    found = api.listed(Path(plan.directory) / "run")
+    assert sorted(c.step for c in found if c.state is api.State.OK) == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointManager
 from tests.integrations.jax_job import WHOLE
 from tests.support.ports import reserved_port
 

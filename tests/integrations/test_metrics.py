@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptmgr import CheckpointManager
-from ckptmgr.observe.events import Event, direction_of
+from ckptmgr.events import Event, direction_of
 from tests.faults.training import state_of
 
 SAVED = Event(

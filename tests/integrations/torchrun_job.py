@@ -11,13 +11,11 @@ import sys
 import time
 from pathlib import Path
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.files.save.job import SaveFacts, SaveOptions
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import SaveFailed
 from ckptmgr.parallel.rank_commit import together
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.crashmodel import FailingDisk
 
 
@@ -33,18 +31,20 @@ def main(directory: Path) -> None:
     dist.all_reduce(weights)
     told: dict[str, object] = {"rank": coordinator.rank, "sum": weights[0].item()}
     for step, space_bytes in ((1, None), (2, 100 if coordinator.rank == 3 else None)):
-        disk = FailingDisk(OsFileSystem(), space_bytes=space_bytes)
-        store = Store(directory, clock=time.time, fs=disk)
+        disk = FailingDisk(api.OsFileSystem(), space_bytes=space_bytes)
+        store = api.place(directory, clock=time.time, fs=disk)
         writer = SeriesWriter(
             store,
             f"run{step}",
             commit=together(coordinator if step == 1 else group_coordinator(), timeout_s=60),
-            options=SaveOptions(),
+            options=api.SaveOptions(),
             clock=time.time,
         )
         flat = tree.flatten({"weights": weights, "rank": coordinator.rank})
         try:
-            saved = writer.save(f"run{step}-{step}.shards", [*flat.tensors], SaveFacts(step=step))
+            saved = writer.save(
+                f"run{step}-{step}.shards", [*flat.tensors], api.SaveFacts(step=step)
+            )
             told[f"step {step}"] = list(saved.shards)
         except SaveFailed as error:
             told[f"step {step}"] = str(error)

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, Resume
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, Ranks, Resume
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import KILLS_AT_EDGES, every_cut

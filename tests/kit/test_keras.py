@@ -15,8 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Ranks, StateMismatch, UnsupportedState
-from ckptmgr.core.errors import CkptmgrError, UnsupportedCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    Ranks,
+    StateMismatch,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import KILLS_AT_EDGES, every_cut

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, Ranks
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, Ranks, StateMismatch
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import every_cut

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from ckptmgr import Checkpoint
 from ckptmgr.core.model import Link
 from ckptmgr.maintenance.watch.decisions import WatchDecisions
-from ckptmgr.maintenance.watch.model import AlarmKey, LeaseHolder, Limits, Listing, Report, Seen
+from ckptmgr.maintenance.watch.model import AlarmKey, Limits, Listing, Report, Seen, SeriesHolder
 from ckptmgr.store.publish import SPACE_MARGIN_BYTES
 from tests.support import api
 
 HERE = Path("/runs")
-LIVE = {"net": LeaseHolder("live", "process 7 on host")}
-DEAD = {"net": LeaseHolder("dead", "process 7 on host")}
-ELSEWHERE = {"net": LeaseHolder("unknown", "process 7 on other")}
+LIVE = {"net": SeriesHolder("live", "process 7 on host")}
+DEAD = {"net": SeriesHolder("dead", "process 7 on host")}
+ELSEWHERE = {"net": SeriesHolder("unknown", "process 7 on other")}
 T0 = 1_000_000.0
 TEMP = ".net-3.ckpt.a-b-1-2.0000.1-1.tmp"
 
@@ -269,7 +269,7 @@ def test_saves_that_are_expected_and_never_come_count_from_the_beginning() -> No
 
 @pytest.mark.parametrize(("holders", "is_alarm"), [(LIVE, True), (ELSEWHERE, True), ({}, False)])
 def test_live_run_that_stops_saving_is_an_alarm_after_three_intervals(
-    holders: dict[str, LeaseHolder], is_alarm: bool
+    holders: dict[str, SeriesHolder], is_alarm: bool
 ) -> None:
     seen = [saved(step) for step in (1, 2, 4)]
     watch = watch_of(*seen, holders=holders)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resume
-from ckptmgr.core.errors import UnprovenCheckpoint
-from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Resume, UnprovenCheckpoint
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 from tests.support.surface import Loop
@@ -29,7 +28,7 @@ def saved_steps(directory: Path, *steps: int, key: bytes | None = None) -> None:
     with manager_in(directory, key) as manager:
         for step in steps:
             manager.save(step, {"w": np.full(3, float(step))})
-    for path in directory.glob(f"*{SUFFIX}"):
+    for path in directory.glob(f"*{api.MANIFEST_SUFFIX}"):
         path.unlink()
 
 
@@ -104,8 +103,8 @@ def test_request_is_refused_where_it_has_no_effect(tmp_path: Path) -> None:
 def test_callback_refuses_its_files_without_manifests_until_it_is_asked(tmp_path: Path) -> None:
     config = CheckpointConfig(keep="all")
     Loop(callbacks=(ModelCheckpoint("net", str(tmp_path), config),), batch_num=10).run(3)
-    whole = tmp_path / manifest_name("net-1_1.ckpt")
-    for path in tmp_path.glob(f"*{SUFFIX}"):
+    whole = tmp_path / api.manifest_name("net-1_1.ckpt")
+    for path in tmp_path.glob(f"*{api.MANIFEST_SUFFIX}"):
         if path != whole:
             path.unlink()
     again = ModelCheckpoint("net", str(tmp_path), config)

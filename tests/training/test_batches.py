@@ -19,13 +19,13 @@ import pytest
 from ckptmgr import (
     CheckpointConfig,
     CheckpointManager,
+    CkptmgrError,
     Ranks,
     Resume,
     StateMismatch,
     UnsupportedState,
     load_state,
 )
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.training.loaders import mark_of
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 

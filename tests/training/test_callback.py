@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint
-from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.store.store import Store
+from ckptmgr import CheckpointConfig, ModelCheckpoint, StoreLocked, load_checkpoint
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import callback_on
 from tests.support.surface import KEY, Loop, data_files
@@ -199,7 +197,7 @@ def test_breakpoint_notes_why_and_the_global_step(tmp_path: Path) -> None:
     callback = _callback(tmp_path, save_checkpoint_steps=100, exception_save=True)
     with pytest.raises(MemoryError):
         Loop(callbacks=(callback,)).run_and_fail(5, MemoryError())
-    (found,) = Store(tmp_path).scan()
+    (found,) = api.listed(tmp_path)
     assert (found.step, found.why, found.is_emergency) == (5, "exception:MemoryError", True)
 
 
@@ -337,7 +335,7 @@ def test_metric_that_is_no_number_is_left_out_with_a_warning(
     metrics: Any = {"loss": np.float32(0.5), "matrix": np.eye(2), "none": None}
     with caplog.at_level(logging.WARNING):
         Loop(callbacks=(_callback(tmp_path),), metrics=metrics).run(1)
-    (found,) = Store(tmp_path).scan()
+    (found,) = api.listed(tmp_path)
     assert found.metrics == {"loss": 0.5}
     assert "'matrix' is no number" in caplog.text
 
@@ -367,7 +365,7 @@ def test_string_as_configuration_is_refused_with_mindspores_message(tmp_path: Pa
 
 def _with_full_disk(directory: Path, **config: Any) -> ModelCheckpoint:
     """Return a callback whose first save fails in the background."""
-    disk = FailingDisk(OsFileSystem(), operation="reserve", call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="reserve", call=1)
     checked = CheckpointConfig(async_save=True, save_checkpoint_steps=2, **config)
     return callback_on("net", str(directory), checked, fs=disk)
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
-from ckptmgr.store.store import Store
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.modeldisk import ModelDisk
 from tests.support.runs import callback_on
@@ -58,7 +58,7 @@ def callback_of(
 
 def recorded(directory: Path) -> list[Mapping[str, float]]:
     """Return the metrics of all checkpoints, oldest first."""
-    return [one.metrics for one in sorted(Store(directory).scan(), key=lambda one: one.order)]
+    return [one.metrics for one in sorted(api.listed(directory), key=lambda one: one.order)]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_evaluation_after_a_failed_save_changes_nothing(tmp_path: Path) -> None:
     loop = MindSporeLoop((callback,), outputs=lambda _: None)
     loop.run(1, end=False)
     loop.evaluate(mae=2.0)
-    assert Store(Path("/runs"), fs=disk).scan() == []
+    assert api.listed(Path("/runs"), fs=disk) == []
     with pytest.raises(OSError, match="error"):
         loop.end()
 
@@ -212,7 +212,7 @@ def test_best_without_any_metric_says_so_once_and_keeps_a_bounded_number(
     assert len(said) == 1
     assert "best(2, loss, min) cannot rank" in said[0]
     assert "last(5) is kept instead" in said[0]
-    assert sorted(one.step for one in Store(tmp_path).scan()) == [5, 6, 7, 8, 9]
+    assert sorted(one.step for one in api.listed(tmp_path)) == [5, 6, 7, 8, 9]
 
 
 def test_best_keeps_as_many_unranked_as_it_would_keep_ranked(tmp_path: Path) -> None:

@@ -12,9 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, Resume, load_checkpoint, save_checkpoint
-from ckptmgr.core.errors import KeyProblem, StoreLocked, UnprovenCheckpoint
-from ckptmgr.training.callback import Resumed
+from ckptmgr import (
+    CheckpointConfig,
+    KeyProblem,
+    ModelCheckpoint,
+    Resume,
+    Resumed,
+    StoreLocked,
+    UnprovenCheckpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from tests.support.surface import GOLDEN, KEY, Loop, data_files
 
 OTHER_KEY = b"another 16 bytes"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, load_checkpoint
-from ckptmgr.io.filesystem import OsFileSystem
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
 
@@ -192,7 +192,7 @@ def test_emergency_save_that_is_the_only_checkpoint_stays(tmp_path: Path) -> Non
 def _fail_on(directory: Path, operation: str, call: int | None) -> list[str]:
     """Resume a run that has an emergency save, and fail again on such a disk; return its calls."""
     _resume_and_fail(directory, 3)
-    disk = FailingDisk(OsFileSystem(), operation=operation, call=call, is_lasting=True)
+    disk = FailingDisk(api.OsFileSystem(), operation=operation, call=call, is_lasting=True)
     config = CheckpointConfig(save_checkpoint_steps=2, exception_save=True)
     manager = manager_on(directory, config, fs=disk, prefix="net")
     manager.resume()
@@ -227,7 +227,7 @@ def test_failed_exception_save_is_a_note_on_the_exception(tmp_path: Path) -> Non
 def test_failed_background_save_is_a_note_and_the_exception_save_still_happens(
     tmp_path: Path,
 ) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="write_at", call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="write_at", call=1)
     manager = manager_on(
         tmp_path, CheckpointConfig(async_save=True, exception_save=True), fs=disk, prefix="net"
     )
@@ -254,7 +254,7 @@ def test_failed_exception_save_never_replaces_the_exception(
 def test_failed_background_save_never_replaces_an_exception_that_refuses_notes(
     tmp_path: Path,
 ) -> None:
-    disk = FailingDisk(OsFileSystem(), operation="write_at", call=1)
+    disk = FailingDisk(api.OsFileSystem(), operation="write_at", call=1)
     config = CheckpointConfig(save_checkpoint_steps=1, async_save=True)
     error = FrozenError()
     with pytest.raises(FrozenError) as caught:

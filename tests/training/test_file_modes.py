@@ -20,16 +20,16 @@ from ckptmgr import (
     CheckpointManager,
     ModelCheckpoint,
     Ranks,
+    UnsupportedCheckpoint,
     save_checkpoint,
     save_state,
 )
-from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.io import permissions
-from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.io.permissions import inherit_directory_mode, share_lease
 from ckptmgr.parallel.mindspore.outputs import write_small_file
 from tests.cli.running import run
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.surface import Loop
 
 LEASES, GRAPH = ".lease", "-graph.meta"
@@ -210,7 +210,7 @@ def test_small_file_beside_no_run_stays_private(tmp_path: Path) -> None:
 
 def test_directory_without_a_mode_follows_the_umask(tmp_path: Path) -> None:
     with umask(0o027):
-        OsFileSystem().make_directory(tmp_path / "a", mode=None)
+        api.OsFileSystem().make_directory(tmp_path / "a", mode=None)
     assert mode_of(tmp_path / "a") == 0o750
 
 
@@ -240,7 +240,7 @@ def test_file_system_without_permission_bits_is_used_as_it_is(
         umask(0o077),
         pytest.raises(OSError, match="error") if is_raised else nullcontext(),
     ):
-        OsFileSystem().make_directory(tmp_path / "a", mode=0o750)
+        api.OsFileSystem().make_directory(tmp_path / "a", mode=0o750)
     assert (tmp_path / "a").is_dir()
 
 
@@ -333,7 +333,7 @@ def test_failed_change_of_permission_bits_leaves_no_file(
 
     monkeypatch.setattr(os, "fchmod", broken)
     with pytest.raises(OSError, match="Input/output"):
-        OsFileSystem().create(tmp_path / "file", mode=0o400)
+        api.OsFileSystem().create(tmp_path / "file", mode=0o400)
     assert not list(tmp_path.iterdir())
 
 

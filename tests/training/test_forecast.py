@@ -13,18 +13,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
-from ckptmgr.core.handle import SaveHandle, SaveStats
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.files.save.job import SaveFacts
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    Forecast,
+    MemoryConfig,
+    Overhead,
+    SaveHandle,
+    UnsupportedState,
+    parse_policy,
+)
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.memory_config import MIB
 from ckptmgr.observe.observers import Event, Observers
-from ckptmgr.policy.forecast import GOOD_SHARE, Demand, Forecast, Pace, most_kept
-from ckptmgr.policy.save import Overhead
-from ckptmgr.policy.text import parse_policy
+from ckptmgr.policy.forecast import GOOD_SHARE, Demand, Pace, most_kept
 from ckptmgr.training.forecast import Forecaster, available_memory_bytes, demand_of
+from tests.support import api
 from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop
 
@@ -33,7 +39,7 @@ DEMAND = Demand(save_bytes=2 * GB, keep=5, policy="last(5)", free_bytes=100 * GB
 PACE = Pace(saves=10, interval_s=100.0, blocked_s=1.0, durable_s=5.0)
 
 
-class SmallDisk(OsFileSystem):
+class SmallDisk(api.OsFileSystem):
     """A disk with room for so many bytes."""
 
     def __init__(self, free_bytes: int) -> None:
@@ -353,7 +359,7 @@ def test_callback_whose_names_are_computed_foresees_nothing(tmp_path: Path) -> N
 
 
 def noted(forecaster: Forecaster, at: float, **stats: Any) -> None:
-    forecaster.saved(SaveHandle(stats=SaveStats(**stats)), SaveFacts(step=1, at=at))
+    forecaster.saved(SaveHandle(stats=SaveStats(**stats)), api.SaveFacts(step=1, at=at))
 
 
 def test_pace_leaves_out_the_first_save_and_those_that_failed() -> None:

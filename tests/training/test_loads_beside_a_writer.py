@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.io.files import FileHead
-from ckptmgr.io.filesystem import FileStatus, InputFile, OsFileSystem
+from ckptmgr.io.filesystem import FileStatus
+from tests.support import api
 from tests.support.runs import manager_on
 
 LAST = CheckpointConfig(keep="last(1)")
@@ -37,7 +37,7 @@ with CheckpointManager(sys.argv[1], CheckpointConfig(keep="last(1)")) as manager
 """
 
 
-class Unseen(OsFileSystem):
+class Unseen(api.OsFileSystem):
     """A disk whose listings miss all checkpoints, as often as it is said: they come and go while it is read."""
 
     def __init__(self, times: int) -> None:
@@ -52,14 +52,14 @@ class Unseen(OsFileSystem):
         return found
 
 
-class Overtaken(OsFileSystem):
+class Overtaken(api.OsFileSystem):
     """A disk on which something happens before a file is opened for reading, as often as it is said."""
 
     def __init__(self, call: Callable[[], object], *, suffix: str, times: int = 1) -> None:
         super().__init__()
         self._call, self._suffix, self.left = call, suffix, times
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         self._overtake(path)
         return super().open(path, is_uncached=is_uncached)
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, UnsupportedCheckpoint
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    CkptmgrError,
+    UnsupportedCheckpoint,
+)
 from tests.faults.training import (
     KEY,
     KEYS,
@@ -28,6 +30,7 @@ from tests.faults.training import (
     state_of,
     value_of,
 )
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.runs import manager_on
 
@@ -414,7 +417,7 @@ def test_metric_is_recorded_for_a_save_in_flight(tmp_path: Path) -> None:
         manager.save(7, {"w": np.ones(4)})
         manager.record(7, {"loss": 0.25})
         (found,) = manager.checkpoints()
-    assert (found.metrics, found.state) == ({"loss": 0.25}, State.OK)
+    assert (found.metrics, found.state) == ({"loss": 0.25}, api.State.OK)
 
 
 def test_checkpoint_that_was_resumed_from_stays() -> None:
@@ -486,7 +489,7 @@ def test_load_restores_into_a_state() -> None:
 
 def test_file_of_named_tensors_loads_as_such_and_not_into_a_state() -> None:
     disk = ModelDisk()
-    from ckptmgr.files.save.job import SaveOptions, SaveOrder
+    from ckptmgr.files.save.job import SaveOrder
     from ckptmgr.files.save.saver import save_items
     from tests.support.manifests import manifest
     from tests.support.strategies import named_tensor
@@ -496,7 +499,7 @@ def test_file_of_named_tensors_loads_as_such_and_not_into_a_state() -> None:
         SaveOrder(
             name=name_of(1),
             items=[named_tensor("w")],
-            options=SaveOptions(),
+            options=api.SaveOptions(),
             series=SERIES,
             draft=manifest(),
         ),
@@ -524,7 +527,7 @@ def test_manager_saves_on_a_real_disk(tmp_path: Path) -> None:
         assert steps(manager) == [2, 3]
     modes = {p.name: p.stat().st_mode & 0o777 for p in manager.directory.iterdir()}
     assert modes["ckpt-3.ckpt"] == modes["ckpt-3.ckpt.manifest.json"] == 0o400
-    assert OsFileSystem().status(manager.directory / ".ckpt.lease") is None
+    assert api.OsFileSystem().status(manager.directory / ".ckpt.lease") is None
 
 
 def test_safetensors_manager_resumes(tmp_path: Path) -> None:
@@ -571,4 +574,8 @@ def test_saved_checkpoint_is_described_by_its_handle() -> None:
     assert handle.staged.done()
     checkpoint = handle.durable.result()
     assert checkpoint == handle.wait() == manager.latest()
-    assert (checkpoint.state, checkpoint.cipher, checkpoint.sequence) == (State.OK, "AES-GCM", 1)
+    assert (checkpoint.state, checkpoint.cipher, checkpoint.sequence) == (
+        api.State.OK,
+        "AES-GCM",
+        1,
+    )

@@ -13,19 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import Trust
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import (
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
     CkptmgrError,
     KeyProblem,
+    Resumption,
     StoreLocked,
+    Trust,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
-from ckptmgr.core.model import State
-from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.training.manager import CheckpointManager
-from ckptmgr.training.resume import Resumption
 from tests.faults.training import (
     KEY,
     KEYS,
@@ -38,6 +36,7 @@ from tests.faults.training import (
     state_of,
     value_of,
 )
+from tests.support import api
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import copy, flip_bit, manifest_of, put, replace_in, truncate
 from tests.support.runs import manager_on
@@ -120,7 +119,7 @@ def test_damaged_checkpoint_is_not_counted_by_retention() -> None:
         manager.resume()
         manager.save(4, state_of(40.0))
         left = {c.name: c.state for c in manager.checkpoints()}
-    assert left == {TWO: State.CORRUPT, THREE: State.OK, name_of(4): State.OK}
+    assert left == {TWO: api.State.CORRUPT, THREE: api.State.OK, name_of(4): api.State.OK}
 
 
 def test_latest_is_never_one_that_is_known_to_be_damaged() -> None:
@@ -400,6 +399,6 @@ def test_real_and_model_disk_agree_about_a_damaged_newest(tmp_path: Path) -> Non
     content = bytearray(path.read_bytes())
     content[-9] ^= 4
     path.write_bytes(content)
-    with manager_on(tmp_path, fs=OsFileSystem(), prefix=SERIES) as manager:
+    with manager_on(tmp_path, fs=api.OsFileSystem(), prefix=SERIES) as manager:
         resumption = manager.resume()
     assert (resumption.step, len(resumption.skipped)) == (1, 1)

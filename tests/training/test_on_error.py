@@ -10,9 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
-from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import SaveFailed, StagingExhausted, StoreFull
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    MemoryConfig,
+    Ranks,
+    SaveFailed,
+    StagingExhausted,
+    StoreFull,
+)
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import WORLD, Clock, Meeting, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk

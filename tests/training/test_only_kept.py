@@ -13,16 +13,21 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks
-from ckptmgr.core.model import Checkpoint
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    RankFailed,
+    Ranks,
+    RanksOutOfStep,
+)
 from ckptmgr.events import Event
 from ckptmgr.formats.strict_json import Json
-from ckptmgr.parallel.coordinator import RanksOutOfStep
-from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import RankZeroAnswer
 from ckptmgr.policy.rules import Finding, Rule
-from ckptmgr.store.store import Store
 from tests.parallel.ranks import Clock, Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.held import HeldDisk
 from tests.support.runs import manager_on
 from tests.support.surface import Loop, data_files
@@ -71,7 +76,7 @@ def test_step_that_is_not_among_the_best_is_not_written(tmp_path: Path) -> None:
         3: "no rule would keep it: best (3rd of 2)",
         5: "no rule would keep it: best (3rd of 2)",
     }
-    assert sorted(one.step for one in Store(tmp_path).scan()) == [4, 6]
+    assert sorted(one.step for one in api.listed(tmp_path)) == [4, 6]
 
 
 def test_skipped_says_why_the_last_due_step_was_not_saved(tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_end_of_the_training_is_saved_although_it_was_passed_over(tmp_path: Path
     with manager_of(tmp_path, heard) as manager:
         train(manager, numbered([1.0, 2.0, 3.0]))
     assert heard.durable == [1, 3]
-    found = {one.step: one.why for one in Store(tmp_path).scan()}
+    found = {one.step: one.why for one in api.listed(tmp_path)}
     assert found == {1: "policy", 3: "end"}
 
 
@@ -110,7 +115,7 @@ def test_preempted_run_saves_its_last_step(tmp_path: Path) -> None:
         train(manager, {2: 2.0})
         stops.append(manager.should_stop)
     assert stops == [False, True]
-    assert {one.step: one.why for one in Store(tmp_path).scan()} == {1: "policy", 2: "preempted"}
+    assert {one.step: one.why for one in api.listed(tmp_path)} == {1: "policy", 2: "preempted"}
 
 
 def test_exception_saves_the_step_that_was_passed_over(tmp_path: Path) -> None:
@@ -123,7 +128,7 @@ def test_exception_saves_the_step_that_was_passed_over(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    assert {one.step: one.why for one in Store(tmp_path).scan()} == {
+    assert {one.step: one.why for one in api.listed(tmp_path)} == {
         1: "policy",
         2: "exception:ZeroDivisionError",
     }
@@ -133,7 +138,7 @@ def test_manual_save_is_made_whatever_its_metric(tmp_path: Path) -> None:
     with manager_of(tmp_path) as manager:
         train(manager, {1: 1.0})
         assert manager.save(2, {"n": 2}, metrics={"loss": 9.0}) is not None
-    assert sorted(one.step for one in Store(tmp_path).scan()) == [1, 2]
+    assert sorted(one.step for one in api.listed(tmp_path)) == [1, 2]
 
 
 def test_passed_over_step_counts_for_the_interval(tmp_path: Path) -> None:
@@ -301,7 +306,7 @@ def test_ranks_decide_by_the_metric_of_rank_0(tmp_path: Path) -> None:
 
     expected = [None, "step 2: no rule would keep it: best (2nd of 1)", None]
     assert [one.must() for one in run_ranks(meeting, run)] == [expected, expected]
-    assert [one.step for one in Store(tmp_path).scan()] == [3]
+    assert [one.step for one in api.listed(tmp_path)] == [3]
 
 
 def test_metrics_that_fail_on_rank_0_fail_all_ranks_at_once(tmp_path: Path) -> None:

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, load_checkpoint
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    Ranks,
+    UnsupportedState,
+    load_checkpoint,
+)
+from ckptmgr.parallel import ParallelLayout
 from tests.parallel.ranks import Meeting, Seat
 
 LAYOUT = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import pytest
 
 from ckptmgr import (
+    Checkpoint,
     CheckpointConfig,
     CheckpointManager,
     Never,
@@ -23,14 +24,13 @@ from ckptmgr import (
     Stop,
 )
 from ckptmgr.core.handle import SaveStats
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.stop_signals import StopWatch
+from ckptmgr.parallel import SharedDirectory
 from ckptmgr.parallel.joint_stop import JointStop
-from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.training.preemption import Preemption
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 
 SELDOM = CheckpointConfig(save_checkpoint_steps=100)
 
@@ -159,7 +159,7 @@ def test_run_goes_on_for_as_long_as_two_saves_and_two_steps_have_time(
         assert not run.ask()
         run.step_ended(0)
         clock.now += 1.0
-        run.saved(saved(save_s), SaveFacts(step=1))
+        run.saved(saved(save_s), api.SaveFacts(step=1))
         run.step_ended(1)
         signal.raise_signal(signal.SIGTERM)
         count = 0
@@ -177,7 +177,7 @@ def test_save_that_takes_longer_than_the_grace_is_said(caplog: pytest.LogCapture
     run = Preemption(grace_s=10.0, coordinator=None, timeout_s=1.0)
     try:
         run.ask()
-        run.saved(saved(60.0), SaveFacts(step=1))
+        run.saved(saved(60.0), api.SaveFacts(step=1))
         run.step_ended(1)
         run.step_ended(2)
         signal.raise_signal(signal.SIGTERM)

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
-from ckptmgr.core.errors import SaveFailed
-from ckptmgr.core.handle import SaveHandle
-from ckptmgr.files.save.job import SaveFacts
-from ckptmgr.policy.save import EverySteps, LastSave, Never, decide_at_end, decide_at_step
+from ckptmgr import EverySteps, Never, SaveFailed, SaveHandle
+from ckptmgr.policy.save import LastSave, decide_at_end, decide_at_step
 from ckptmgr.training.history import Progress
 from tests.engine.test_background import checkpoint
+from tests.support import api
 
 START = LastSave(step=0, at=0.0)
 
 
 def noted(progress: Progress, step: int) -> SaveHandle:
     handle = SaveHandle()
-    progress.note(handle, SaveFacts(step=step), at=float(step))
+    progress.note(handle, api.SaveFacts(step=step), at=float(step))
     return handle
 
 

@@ -10,14 +10,22 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ckptmgr import Snapshots
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.config.memory import MIB, MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    EverySeconds,
+    EverySteps,
+    MemoryConfig,
+    Never,
+    Overhead,
+    Snapshots,
+    StateMismatch,
+)
 from ckptmgr.engine.recent_states import RecentStates
-from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
-from ckptmgr.state.tree import StateMismatch, flatten
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.memory_config import MIB
+from ckptmgr.policy.save import SavePolicy
+from ckptmgr.state.tree import flatten
 
 
 def fresh() -> dict[str, Any]:

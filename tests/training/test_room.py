@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, Ranks
-from ckptmgr.core.errors import SaveFailed, StoreFull
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr import CheckpointConfig, Ranks, SaveFailed, StoreFull
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import callback_on, manager_on
 from tests.support.surface import Loop, data_files
@@ -32,7 +31,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def full_disk(room: int = 9) -> FailingDisk:
-    return FailingDisk(OsFileSystem(), space_bytes=room * MIB)
+    return FailingDisk(api.OsFileSystem(), space_bytes=room * MIB)
 
 
 def filled(directory: Path, disk: FailingDisk, **config: Any) -> list[int]:
@@ -136,7 +135,7 @@ def test_removal_that_fails_ends_the_save_with_the_full_disk(tmp_path: Path) -> 
                 raise OSError(1, "Operation not permitted", str(path))
             super().unlink(path)
 
-    stuck = Stuck(OsFileSystem(), space_bytes=disk.free_bytes(tmp_path))
+    stuck = Stuck(api.OsFileSystem(), space_bytes=disk.free_bytes(tmp_path))
     with manager_on(tmp_path, CheckpointConfig(keep="last(2)"), fs=stuck) as manager:
         manager.resume(state())
         with pytest.raises(StoreFull):
@@ -148,7 +147,7 @@ def test_quota_that_shows_only_while_writing_is_room_to_be_made(tmp_path: Path) 
     disk = full_disk()
     filled(tmp_path, disk)
 
-    quota = FailingDisk(OsFileSystem(), space_bytes=MIB // 2, space_error=errno.EDQUOT)
+    quota = FailingDisk(api.OsFileSystem(), space_bytes=MIB // 2, space_error=errno.EDQUOT)
     with manager_on(tmp_path, CheckpointConfig(keep="last(2)"), fs=quota) as manager:
         step = manager.resume(state()).step
         manager.save(20, state())
@@ -159,7 +158,7 @@ def test_quota_that_shows_only_while_writing_is_room_to_be_made(tmp_path: Path) 
 def test_nothing_goes_where_the_disk_has_room_and_refuses(tmp_path: Path, operation: str) -> None:
     before = filled(tmp_path, full_disk())
     disk = FailingDisk(
-        OsFileSystem(), error=errno.ENOSPC, operation=operation, call=1, is_lasting=True
+        api.OsFileSystem(), error=errno.ENOSPC, operation=operation, call=1, is_lasting=True
     )
     manager = manager_on(tmp_path, CheckpointConfig(keep="last(1)"), fs=disk)
     with pytest.raises((StoreFull, SaveFailed)):  # noqa: PT012

@@ -13,15 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, Ranks, Resume
-from ckptmgr.core.errors import CheckpointNotFound
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.text import parse_policy
-from ckptmgr.store.store import Store
+from ckptmgr import (
+    Checkpoint,
+    CheckpointConfig,
+    CheckpointManager,
+    CheckpointNotFound,
+    ModelCheckpoint,
+    Ranks,
+    Resume,
+    parse_policy,
+)
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.cli.running import run, run_json
 from tests.faults.training import ModelProcesses
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support import api
 from tests.support.crashmodel import ModelDisk
 from tests.support.pruning import carry_out, propose
 from tests.support.runs import manager_on
@@ -168,7 +174,7 @@ def test_resumed_run_that_goes_back_on_purpose_stays_one_line(tmp_path: Path) ->
         manager.save(550, {"step": 550})
         manager.save(600, {"step": -600})
     assert steps(tmp_path) == [600, 550, 600]  # the one that it resumed from stays while it runs
-    found = propose(Store(tmp_path), parse_policy("last(2)"), now=datetime.now(UTC))
+    found = propose(api.place(tmp_path), parse_policy("last(2)"), now=datetime.now(UTC))
     assert [c.step for c in found.kept] == [600, 550]
     assert CheckpointManager(tmp_path).load("latest") == {"step": -600}
 
@@ -248,7 +254,7 @@ def test_selectors_name_the_run_that_they_mean(tmp_path: Path) -> None:
 def test_trash_of_a_run_stays_while_nothing_else_of_that_run_is_whole(tmp_path: Path) -> None:
     train(tmp_path, [900, 1000])
     train(tmp_path, [100])
-    store, policy, now = Store(tmp_path), parse_policy("last(1)"), datetime.now(UTC)
+    store, policy, now = api.place(tmp_path), parse_policy("last(1)"), datetime.now(UTC)
     carry_out(store, propose(store, policy, now=now))
     CheckpointManager(tmp_path).checkpoints()[0].path.write_bytes(b"cut")
     later = propose(store, policy, now=now + timedelta(days=9))
@@ -287,15 +293,15 @@ def test_restarts_of_a_callback_are_pruned_as_one_line(restarted: Path) -> None:
     assert shown.splitlines()[0].startswith(f"{restarted} [net, net_1, net_2; run ")
     assert shown.splitlines()[3].split()[:2] == ["SERIES", "STEP"]
     assert run(*arguments, "--yes").exit_code == 0
-    assert [c.name for c in Store(restarted).scan()] == ["net_2-1_2.ckpt"]
+    assert [c.name for c in api.listed(restarted)] == ["net_2-1_2.ckpt"]
     assert run("prune", restarted, "--undo").exit_code == 0
-    assert len(Store(restarted).scan()) == 6
+    assert len(api.listed(restarted)) == 6
 
 
 def test_restarts_of_a_callback_are_pruned_apart_by_series(restarted: Path) -> None:
     arguments = ("prune", restarted, "--keep", "last(1)", "--by-series", "--yes")
     assert run(*arguments).exit_code == 0
-    left = sorted(c.name for c in Store(restarted).scan())
+    left = sorted(c.name for c in api.listed(restarted))
     assert left == ["net-1_2.ckpt", "net_1-1_2.ckpt", "net_2-1_2.ckpt"]
 
 
@@ -313,7 +319,7 @@ def test_callbacks_that_were_not_resumed_are_lines_of_their_own(tmp_path: Path) 
         callback = ModelCheckpoint("net", str(tmp_path), config)
         Loop(callbacks=(callback,), batch_num=10).run(steps_run)
     assert run("prune", tmp_path, "--keep", "last(1)", "--yes").exit_code == 0
-    assert sorted(c.name for c in Store(tmp_path).scan()) == ["net-1_3.ckpt", "net_1-1_1.ckpt"]
+    assert sorted(c.name for c in api.listed(tmp_path)) == ["net-1_3.ckpt", "net_1-1_1.ckpt"]
     resumed = ModelCheckpoint("net", str(tmp_path), config).resume()
     assert resumed is not None
     assert resumed.checkpoint.name == "net_1-1_1.ckpt"
@@ -362,7 +368,7 @@ def test_newest_of_each_line_stays_whatever_runs_meet_in_a_directory(
 ) -> None:
     disk, place = ModelDisk(), Path("/runs")
     heads: dict[str | None, tuple[str, int]] = {}  # run -> newest name and commit
-    store = Store(place, fs=disk, processes=ModelProcesses(disk))
+    store = api.place(place, fs=disk, processes=ModelProcesses(disk))
     for start, first, saves, keep in actions:
         manager = manager_on(
             place, CheckpointConfig(keep=keep), fs=disk, processes=ModelProcesses(disk)

@@ -9,10 +9,15 @@ from typing import Any
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Resume, Snapshots
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.policy.save import Overhead
-from ckptmgr.training.callback import ModelCheckpoint
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    ModelCheckpoint,
+    Overhead,
+    Resume,
+    Snapshots,
+    UnsupportedState,
+)
 from tests.cli.running import run, run_json
 from tests.support.runs import manager_on
 from tests.support.surface import Loop, data_files

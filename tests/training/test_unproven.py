@@ -12,10 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Resume, load_checkpoint, open_checkpoint
-from ckptmgr.core.errors import UnprovenCheckpoint
-from ckptmgr.store.manifest.codec import SUFFIX, manifest_name
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    Resume,
+    UnprovenCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+)
 from tests.cli.running import run, run_json
+from tests.support import api
 from tests.support.runs import manager_on
 from tests.support.saved import overwrite
 
@@ -59,13 +65,13 @@ def add_plain(runs: Path) -> None:
 def add_bare(runs: Path) -> None:
     """Add a newer data file without a manifest."""
     _add(runs, None)
-    (runs / manifest_name("net-900.ckpt")).unlink()
+    (runs / api.manifest_name("net-900.ckpt")).unlink()
 
 
 def _add(runs: Path, key: bytes | None) -> None:
     elsewhere = runs.parent / "elsewhere"
     train(elsewhere, range(900, 901), key=key)
-    manifest = elsewhere / manifest_name("net-900.ckpt")
+    manifest = elsewhere / api.manifest_name("net-900.ckpt")
     if key is None:
         document = json.loads(manifest.read_text()) | {"sequence": 1000}
         overwrite(manifest, json.dumps(document).encode())
@@ -104,7 +110,7 @@ def test_prune_counts_what_the_key_does_not_prove(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     train(runs, range(1, 4))
     add_other_key(runs)
-    (runs / manifest_name("net-1.ckpt")).unlink()
+    (runs / api.manifest_name("net-1.ckpt")).unlink()
     arguments = ("prune", runs, "--keep", "last(1)", "--dry-run", "--key", key_source(tmp_path))
     assert run_json(*arguments)["summary"]["unproven"] == {"other-key": 1, "unproven": 1}
     shown = run(*arguments).stdout
@@ -140,10 +146,14 @@ def test_stranger_of_the_same_step_is_not_loaded_by_its_step(tmp_path: Path) -> 
     runs = tmp_path / "runs"
     train(runs, range(1, 4))
     train(tmp_path / "other", range(1, 4), key=OTHER_KEY)
-    for suffix in ("", SUFFIX):
+    for suffix in ("", api.MANIFEST_SUFFIX):
         shutil.copy(tmp_path / "other" / f"net-3.ckpt{suffix}", runs / f"net-3_1.ckpt{suffix}")
-    text = (runs / f"net-3_1.ckpt{SUFFIX}").read_text().replace("net-3.ckpt", "net-3_1.ckpt")
-    overwrite(runs / f"net-3_1.ckpt{SUFFIX}", text.encode())
+    text = (
+        (runs / f"net-3_1.ckpt{api.MANIFEST_SUFFIX}")
+        .read_text()
+        .replace("net-3.ckpt", "net-3_1.ckpt")
+    )
+    overwrite(runs / f"net-3_1.ckpt{api.MANIFEST_SUFFIX}", text.encode())
     with CheckpointManager(runs, CheckpointConfig(enc_key=KEY), prefix="net") as manager:
         assert isinstance(loaded := manager.load(3), dict)
         assert loaded["w"][0] == 3
@@ -190,7 +200,7 @@ def test_largest_number_in_an_unproven_manifest_stops_no_save(
     train(tmp_path / "other", range(4, 5), key=None)
     for path in (tmp_path / "other").glob("net-4.*"):
         shutil.copy(path, runs)
-    manifest = runs / manifest_name("net-4.ckpt")
+    manifest = runs / api.manifest_name("net-4.ckpt")
     document = json.loads(manifest.read_text())
     document[field] = _HUGE
     overwrite(manifest, json.dumps(document).encode())
@@ -220,7 +230,7 @@ def test_manifest_whose_authentication_was_stripped_is_refused_with_a_key(
     tmp_path: Path, load: Callable[..., object]
 ) -> None:
     train(tmp_path, range(1, 2))
-    manifest = tmp_path / manifest_name("net-1.ckpt")
+    manifest = tmp_path / api.manifest_name("net-1.ckpt")
     document = json.loads(manifest.read_text())
     del document["auth"]
     overwrite(manifest, json.dumps(document).encode())
@@ -232,7 +242,7 @@ def test_manifest_whose_authentication_was_stripped_is_refused_with_a_key(
 def test_swapped_names_without_manifests_are_unproven(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     train(runs, range(1, 3))
-    for path in runs.glob(f"*{SUFFIX}"):
+    for path in runs.glob(f"*{api.MANIFEST_SUFFIX}"):
         path.unlink()
     (runs / "net-1.ckpt").rename(runs / "x")
     (runs / "net-2.ckpt").rename(runs / "net-1.ckpt")
@@ -252,7 +262,7 @@ def test_sealed_file_beside_plain_manifest_needs_permission_only_to_be_unsealed(
     tmp_path: Path, allow: dict[str, bool]
 ) -> None:
     train(tmp_path, range(1, 2))
-    manifest = tmp_path / manifest_name("net-1.ckpt")
+    manifest = tmp_path / api.manifest_name("net-1.ckpt")
     document = json.loads(manifest.read_text())
     del document["auth"]
     overwrite(manifest, json.dumps(document).encode())
@@ -276,7 +286,7 @@ def test_plain_file_needs_permission_to_be_unencrypted(tmp_path: Path) -> None:
 def without_manifests(runs: Path) -> None:
     """Save a run and remove its manifests."""
     train(runs, range(1, 4))
-    for path in runs.glob(f"*{SUFFIX}"):
+    for path in runs.glob(f"*{api.MANIFEST_SUFFIX}"):
         path.unlink()
 
 

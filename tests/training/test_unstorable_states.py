@@ -9,9 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, Resume
-from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.parallel.errors import ResumeFailed
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume, ResumeFailed, UnsupportedState
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 from tests.support.runs import manager_on
 

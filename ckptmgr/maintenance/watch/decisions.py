@@ -27,11 +27,11 @@ from ckptmgr.maintenance.watch.model import (
     AlarmKey,
     AlarmKind,
     EventName,
-    LeaseHolder,
     Limits,
     Listing,
     Report,
     Seen,
+    SeriesHolder,
     SeriesRow,
 )
 from ckptmgr.maintenance.watch.rhythm import DiskTrend, Rhythm, Save
@@ -89,7 +89,7 @@ class WatchDecisions:
         ]
 
     @property
-    def holders(self) -> Mapping[str, LeaseHolder]:
+    def holders(self) -> Mapping[str, SeriesHolder]:
         """Series to the holder of its lease."""
         return {} if self._listing is None else self._listing.holders
 

@@ -21,7 +21,7 @@ from ckptmgr.maintenance.prune import carry_out, propose
 from ckptmgr.maintenance.prune_plan import PolicyOf, RunPlanner, Spared, nothing_spared
 from ckptmgr.maintenance.quarantine import quarantine
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint, was_removed
-from ckptmgr.maintenance.watch.model import LeaseHolder, Listing, Seen
+from ckptmgr.maintenance.watch.model import Listing, Seen, SeriesHolder
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.applied import Applied
 from ckptmgr.store.manifest.lineage import Lineage
@@ -173,7 +173,7 @@ class WatchedDirectory:
         stats = {} if manifest is None else manifest.stats
         return stats.get("until_synced_s") or stats.get("write_s")
 
-    def _holders(self, names: Iterable[str]) -> dict[str, LeaseHolder]:
+    def _holders(self, names: Iterable[str]) -> dict[str, SeriesHolder]:
         holders = {}
         for name in names:
             series = name.removeprefix(".").removesuffix(LEASE_SUFFIX)
@@ -184,7 +184,7 @@ class WatchedDirectory:
                     holders[series] = holder
         return holders
 
-    def _holder(self, series: str) -> LeaseHolder | None:
+    def _holder(self, series: str) -> SeriesHolder | None:
         """Return the holder of a lease file, or None if it is gone."""
         path = lease_path(self.path, series)
         try:
@@ -193,14 +193,14 @@ class WatchedDirectory:
             deaths = [self.store.processes.is_dead(one.token) for one in found]
             name = found[0].description or "another process"
             if not all(death is True for death in deaths):
-                return LeaseHolder("live" if False in deaths else "unknown", name)
+                return SeriesHolder("live" if False in deaths else "unknown", name)
             # A run that closes removes the file before its process ends, maybe since it was read.
             if read_text(self.store.fs, path) == text:
-                return LeaseHolder("dead", name)
+                return SeriesHolder("dead", name)
         except FileNotFoundError:
             return None
         except OSError:
-            return LeaseHolder("unknown", "another process")
+            return SeriesHolder("unknown", "another process")
         return self._holder(series)
 
     def _is_of_live(self, temp: str) -> bool:

@@ -54,7 +54,7 @@ HolderState = Literal["live", "dead", "unknown"]
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 
 
-class LeaseHolder(NamedTuple):
+class SeriesHolder(NamedTuple):
     """The process that a lease file names. `unknown`: on another host, or the file is unreadable."""
 
     state: HolderState
@@ -92,7 +92,7 @@ class Listing:
 
     at: float
     seen: tuple[Seen, ...] = ()
-    holders: Mapping[str, LeaseHolder] = field(default_factory=dict)
+    holders: Mapping[str, SeriesHolder] = field(default_factory=dict)
     free_bytes: int | None = None
     given_up: tuple[str, ...] = ()
 
@@ -172,6 +172,6 @@ class SeriesRow:
     bytes_per_s: float | None = None
     free_bytes: int | None = None
     full_in_s: float | None = None
-    holder: LeaseHolder | None = None
+    holder: SeriesHolder | None = None
     unverified: int = 0
     alarms: tuple[AlarmKind, ...] = ()

@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support import api
 from tests.support.torch_ranks import run_ranks
 
 KEY = bytes(range(32))
@@ -35,7 +36,7 @@ def main(directory: Path) -> None:
 
 class _Job:
     def __init__(self, directory: Path, rank: int) -> None:
-        from ckptmgr.config.config import CheckpointConfig
+        from ckptmgr import CheckpointConfig
 
         self.directory = directory
         self.rank = rank
@@ -113,14 +114,14 @@ class _Job:
         return all(torch.equal(found[key], value) for key, value in whole.items())
 
     def save_with_full_disk(self, state: Any, step: int) -> None:
-        from ckptmgr.io.filesystem import OsFileSystem
+        pass
         from tests.support.failingdisk import FailingDisk
 
-        fs = FailingDisk(OsFileSystem(), space_bytes=100) if self.rank == 2 else None
+        fs = FailingDisk(api.OsFileSystem(), space_bytes=100) if self.rank == 2 else None
         self.save(state, step, self.plain, name="plain", fs=fs)
 
     def save_with_death(self, state: Any, step: int) -> None:
-        from ckptmgr.io.filesystem import OsFileSystem
+        pass
         from tests.support.failingdisk import FailingDisk
 
         class Deadly(FailingDisk):
@@ -129,7 +130,7 @@ class _Job:
                     os._exit(0)
                 super()._meet(operation, path)
 
-        fs = Deadly(OsFileSystem()) if self.rank == 3 else None
+        fs = Deadly(api.OsFileSystem()) if self.rank == 3 else None
         self.save(state, step, self.plain, name="plain", fs=fs)
 
     @staticmethod

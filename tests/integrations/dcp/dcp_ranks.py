@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import api
+
 pytest.importorskip("torch")
 
 import torch
@@ -21,7 +23,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from ckptmgr.integrations.dcp import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem
 from tests.support.failingdisk import FailingDisk
 
 State = dict[str, Any]
@@ -110,17 +111,17 @@ class CountingDisk(FailingDisk):
         read_bytes: Name to bytes read.
     """
 
-    def __init__(self, disk: FileSystem | None = None) -> None:
-        super().__init__(disk or OsFileSystem())
+    def __init__(self, disk: api.FileSystem | None = None) -> None:
+        super().__init__(disk or api.OsFileSystem())
         self.read_bytes: Counter[str] = Counter()
 
-    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> api.InputFile:
         """Open a file for reading."""
         return _Counted(super().open(path, is_uncached=is_uncached), path.name, self.read_bytes)
 
 
 class _Counted:
-    def __init__(self, file: InputFile, name: str, read_bytes: Counter[str]) -> None:
+    def __init__(self, file: api.InputFile, name: str, read_bytes: Counter[str]) -> None:
         self._file, self._name, self._read_bytes = file, name, read_bytes
 
     @property

@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckptmgr import Ranks
-from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.training.manager import CheckpointManager
+from ckptmgr import CheckpointConfig, CheckpointManager, Ranks
 from tests.support.torch_ranks import run_ranks
 
 

@@ -15,7 +15,7 @@ import safetensors
 import safetensors.numpy
 
 import ckptmgr
-from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint, UnsupportedState
+from ckptmgr import KeyProblem, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.integrations.safetensors import numpy
 from ckptmgr.io.temp_names import temp_name

@@ -12,16 +12,16 @@ import pytest
 import safetensors
 
 import ckptmgr
-from ckptmgr.core.errors import (
+from ckptmgr import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
+    PackedArray,
     UnprovenCheckpoint,
     UnsupportedCheckpoint,
 )
-from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.formats.tensor import PackedArray
 from tests.cli.running import key_file, run
+from tests.support import api
 from tests.support.saved import flip
 
 KEY = bytes(range(32))
@@ -256,7 +256,7 @@ def test_plain_file_is_refused_with_a_key_unless_allowed(plain: Path) -> None:
 
 def test_file_that_no_trusted_key_signed_is_refused(plain: Path) -> None:
     with pytest.raises((UnprovenCheckpoint, KeyProblem)):
-        opened(plain, trusted_keys=[SigningKey.generate().public_key])
+        opened(plain, trusted_keys=[api.SigningKey.generate().public_key])
 
 
 def test_damaged_container_is_never_a_wrong_value(sealed: Path) -> None:
