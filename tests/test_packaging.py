@@ -199,6 +199,16 @@ def test_plain_save_imports_nothing_for_keys_ranks_compression_or_loading(
     assert _of((*_RARE, *_FOR_LOADING), found) == set()
 
 
+def test_run_imports_no_library_that_the_name_of_the_manager_has_not(tmp_path: Path) -> None:
+    before = imported_by(_MANAGER, after="import os")
+    after = imported_by(_STEP, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
+    late = {name.partition(".")[0] for name in after - before} - {
+        "ckptmgr",
+        *sys.builtin_module_names,
+    }
+    assert {name for name in late if not name.startswith("_")} == set()
+
+
 def test_name_of_the_manager_imports_what_a_configuration_needs_and_no_run(tmp_path: Path) -> None:
     found = imported_by(_MANAGER, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
     own = _of(("ckptmgr",), found)

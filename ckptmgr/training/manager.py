@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
@@ -64,6 +65,15 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.training.preemption import Preemption
     from ckptmgr.training.resume import Resumption
 
+
+# Libraries that every run needs are imported now, the modules of a run when there is one: until then
+# the program may have changed into a directory whose files bear their names.
+_LIBRARIES = (
+    "blake3", "concurrent.futures", "fcntl", "hashlib", "heapq", "hmac", "isal.isal_zlib", "json",
+    "mmap", "numpy", "pwd", "queue", "secrets", "signal", "uuid",
+)  # fmt: skip
+for _library in _LIBRARIES:
+    import_module(_library)
 
 _Batch = TypeVar("_Batch")
 
