@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -225,6 +225,11 @@ class Checkpoint:
     def is_emergency(self) -> bool:
         """Whether it was saved while an exception unwound the training loop."""
         return self.why.startswith(_EMERGENCY)
+
+
+def only_countable(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return those that count (`Checkpoint.is_countable`), without a call for each: of many, after each save."""
+    return [c for c in checkpoints if c.state in _WHOLE and not c.why.startswith(_EMERGENCY)]
 
 
 ORDER: Callable[[Checkpoint], tuple[int, int, int]] = operator.attrgetter(

@@ -33,7 +33,7 @@ Under every policy:
 from __future__ import annotations
 
 import operator
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Mapping, Sequence, Set
 from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
@@ -41,7 +41,15 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptmgr.core.errors import UnsafePrune
-from ckptmgr.core.model import ORDER, Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.core.model import (
+    ORDER,
+    Checkpoint,
+    Plan,
+    Reason,
+    State,
+    Verdict,
+    only_countable,
+)
 from ckptmgr.core.names import is_same_prefix
 from ckptmgr.core.printable import printable
 from ckptmgr.policy.rules import (
@@ -54,6 +62,7 @@ from ckptmgr.policy.rules import (
     pin_reason,
 )
 
+_SEQUENCE: Callable[[Checkpoint], int] = operator.attrgetter("sequence")
 _LEAST_UNRANKED = 5  # MindSpore's keep_checkpoint_max
 _MOST_NAMED, _LONGEST_NAME = 20, 100
 _VALUES = tuple(one.name for one in fields(Checkpoint) if one.repr)
@@ -107,7 +116,7 @@ def dropped(
         UnsafePrune: As `plan`.
     """
     rules = _rules_of(policy)
-    countable = [one for one in _ordered(line) if one.is_countable]
+    countable = only_countable(_ordered(line))
     if not countable:
         return Dropped([], None)
     flags = [rule.stays(countable, now) for rule in rules]
@@ -214,6 +223,8 @@ def _newest_first(history: Sequence[Checkpoint], *, is_one_line: bool) -> list[l
 
 def _ordered(history: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints of distinct paths, newest first, whatever the order of the input."""
+    if len(set(map(_SEQUENCE, history))) == len(history):  # as in one run; half the time
+        return sorted(history, key=_SEQUENCE, reverse=True)
     has_ties = len(set(map(ORDER, history))) < len(history)
     return sorted(history, key=order_key if has_ties else ORDER, reverse=True)
 
