@@ -25,6 +25,8 @@ def run_ranks(world: int, main: Callable[[], None]) -> None:
     import torch.distributed.tensor
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    from ckptmgr.integrations import torch_store
+
     torch.set_num_threads(1)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
@@ -34,6 +36,7 @@ def run_ranks(world: int, main: Callable[[], None]) -> None:
         if ranks[-1] == 0:
             try:
                 listener.close()
+                torch_store._made.clear()  # of other tests of this process: a rank begins anew
                 os.environ |= {
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
