@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A place holds checkpoints: a local directory, a prefix of an object store, a directory of another tool.
 
-Nobody asks what a place is, only what it can: `Place.can`. `no_effect` words every refusal. To add
+Code asks for capabilities (`Place.can`), and never for the kind of place. `no_effect` words every refusal. To add
 a place:
 
 1. Write a class with the methods of `Place`, and with those of `Trash` where things can come back.
-2. Say in `can` what it cannot do; commands and runs refuse the rest by name.
+2. Name in `can` the missing capabilities; commands and runs refuse the rest by name.
 3. Run `ckptmgr.testing.places` on it.
-4. Return it from `cli/places.py` `open_place`, which chooses by the text or by what is there.
+4. Return it from `objects/places.py` `open_place`, or for a kind of content from `cli/foreign.py` `place_to_prune`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptmgr.core.model import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a place can do.
+    """The capabilities of a place.
 
     Attributes:
         name: The kind of place, for messages.

@@ -40,7 +40,7 @@ class Copies:
         return () if self._policy is None else self._judge(found, self._policy)
 
     def kept(self, new: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return those of some checkpoints from here that the policy keeps beside what is there."""
+        """Return those of some checkpoints from here that the policy keeps beside the present ones."""
         if self._policy is None or not new:
             return [*new]
         going = {one.path for one in self.going([*self.place.scan(), *new])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carry out a decision about what goes, at any place: into the trash, or for good.
+"""Carry out a decision about removals, at any place: into the trash, or for good.
 
 Whatever removes checkpoints does it here: a run after a save, a mirror, `prune`, `rm` and `watch`.
 The newest durable checkpoint because of which others go is looked at once more, at the place, just
@@ -26,8 +26,8 @@ class Applied:
     Attributes:
         removed: The checkpoints that went.
         batch: Their folder in the trash, or None when they were removed for good.
-        notes: What else was done, one sentence each.
-        failures: What could not be done.
+        notes: Other actions, one sentence each.
+        failures: The errors of removals that failed.
     """
 
     removed: list[Checkpoint] = field(default_factory=list)
@@ -64,7 +64,7 @@ def carry_out(
     settle: Callable[[str], Iterable[str]] | None = None,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Remove checkpoints under the leases of their series, all or none; add to `done` what happened.
+    """Remove checkpoints under the leases of their series, all or none; add the result to `done`.
 
     Args:
         place: Where they are.

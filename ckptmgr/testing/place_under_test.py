@@ -20,7 +20,7 @@ Capability = Literal[
     "manifests", "overwrites", "locks", "lost-locks", "removes", "trash", "quarantine", "changes",
     "protects", "notes", "space",
 ]  # fmt: skip
-"""What a place can do besides listing, reading and pruning.
+"""Capabilities of a place besides listing, reading and pruning.
 
 * `manifests`: a manifest stands beside the data; the order of checkpoints is that of commits.
 * `overwrites`: a name that is published again is replaced.
@@ -37,7 +37,7 @@ class PlaceUnderTest(Protocol):
 
     Attributes:
         place: The place.
-        can: What it can do.
+        can: Its capabilities.
         names: Texts of which one occurs in every error about the place, such as its address. The
             path of each checkpoint begins with the first one.
     """

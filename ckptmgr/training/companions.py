@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Companion`: what only some runs have beside their saves, such as snapshots or a mirror."""
+"""`Companion`: a part that only some runs have beside their saves, such as snapshots or a mirror."""
 
 from __future__ import annotations
 

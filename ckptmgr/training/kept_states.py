@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`KeptStates`: the snapshots of a run, and what it costs to get their states again."""
+"""`KeptStates`: the snapshots of a run, and the cost to get their states again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Run`: what a manager and a callback share, for one process or many ranks."""
+"""`Run`: the common part of a manager and a callback, for one process or many ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # a run without a mirror needs none of it
 
 
 class Run:
-    """Configuration, ranks, engine and policy of a run, its companions, and what it reads and writes by.
+    """Configuration, ranks, engine and policy of a run, its companions, its reader and its writers.
 
     A manager and a callback each have one.
     """
