@@ -20,7 +20,7 @@ from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key, to_stderr
 from ckptmgr.cli.layout import wrapped_help
 from ckptmgr.core import names as of_names
 from ckptmgr.core.errors import UnsafePrune, UnsafeWrite
-from ckptmgr.core.place import Capabilities, no_effect
+from ckptmgr.core.place import Capabilities, refusal_at
 from ckptmgr.core.urls import is_url, refuse_unexpanded
 
 if TYPE_CHECKING:
@@ -304,8 +304,8 @@ def series_option(function: Command) -> Command:
 
 
 def refuse_without_effect(option: str, can: Capabilities, capability: str, *, hint: str) -> None:
-    """Raise UsageProblem for an option without effect at a place; see `core.place.no_effect`."""
-    refused = no_effect(option, can, capability, hint=hint)
+    """Raise UsageProblem for an option without effect at a place; see `core.place.refusal_at`."""
+    refused = refusal_at(can, option, capability, hint=hint)
     if refused is not None:
         raise UsageProblem(refused.message, hint=refused.hint)
 

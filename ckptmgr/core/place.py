@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A place holds checkpoints: a local directory, a prefix of an object store, a directory of another tool.
 
-Code asks for capabilities (`Place.can`), and never for the kind of place. `no_effect` words every refusal. To add
+Code asks for capabilities (`Place.can`), and never for the kind of place. `refusal_at` words every refusal. To add
 a place:
 
 1. Write a class with the methods of `Place`, and with those of `Trash` where things can come back.
@@ -12,6 +12,7 @@ a place:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.urls import is_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,7 @@ class Capabilities:
         modes: Files have permission bits.
         config: A `ckptmgr.toml` in it says what to keep.
         ranks: Many ranks can write one checkpoint.
+        in_place: Files are written where they stay, and not into a folder before an upload.
     """
 
     name: str
@@ -49,6 +52,7 @@ class Capabilities:
     modes: bool = True
     config: bool = True
     ranks: bool = True
+    in_place: bool = True
 
 
 DIRECTORY = Capabilities(name="a directory")
@@ -63,10 +67,17 @@ OBJECT_STORE = Capabilities(
     modes=False,
     config=False,
     ranks=False,
+    in_place=False,
 )
 OTHER_TOOL = Capabilities(
     name="a directory of another tool", moves=False, folders=False, changes=False, ranks=False
 )
+
+
+def capabilities_at(path: str | os.PathLike[str]) -> Capabilities:
+    """Return the capabilities of the place of a path or an address, without a look at it."""
+    return OBJECT_STORE if is_url(path) else DIRECTORY
+
 
 _WHY = {
     "trash": "there is no trash",
@@ -86,10 +97,12 @@ class Refusal(NamedTuple):
     hint: str
 
 
-def no_effect(option: str, can: Capabilities, capability: str, *, hint: str) -> Refusal | None:
+def refusal_at(
+    can: Capabilities, option: str, capability: str, *, hint: str = ""
+) -> Refusal | None:
     """Return why an option has no effect at a place; None where the place has the capability.
 
-    >>> no_effect("--undo", OBJECT_STORE, "trash", hint="look at the plan first").message
+    >>> refusal_at(OBJECT_STORE, "--undo", "trash", hint="look at the plan first").message
     '--undo has no effect in an object store, where there is no trash'
     """
     if getattr(can, capability):

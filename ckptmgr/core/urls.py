@@ -104,3 +104,9 @@ def without_secrets(url: str) -> str:
     if "@" in rest and (":" in host or "@" in host):
         rest = f"...@{rest.rpartition('@')[2]}"
     return f"{start}{rest}"
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """Return an absolute path, with its links, or an address as it is."""
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.abspath(text)  # noqa: PTH100 - links stay

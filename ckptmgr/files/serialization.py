@@ -42,9 +42,9 @@ from ckptmgr.core.arguments import check_is_bool
 from ckptmgr.core.errors import TruncatedCheckpoint, UnsupportedState
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import CONTAINER_SUFFIX
+from ckptmgr.core.place import capabilities_at
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
-from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import ReadOptions, everything
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.save.single_file import save_single_file
@@ -194,7 +194,7 @@ def save_checkpoint(
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
         has_manifest=has_manifest,
     )
-    if not (is_url(path) or path.parent.is_dir()):
+    if capabilities_at(path).folders and not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     return save_single_file(
         path,

@@ -44,8 +44,8 @@ from ckptmgr.core.names import (
     FORMATS,
     without_envelope,
 )
+from ckptmgr.core.place import capabilities_at
 from ckptmgr.core.shard_names import is_set_name
-from ckptmgr.core.urls import is_url
 from ckptmgr.files.load.options import ReadOptions, read_options
 from ckptmgr.files.load.state import SKELETON, StoredState, state_metadata, verified_state
 from ckptmgr.files.save.job import SaveOptions
@@ -158,7 +158,7 @@ def save_state(
     signer = check_signing_key(signing_key)
     if place.is_dir():
         raise IsADirectoryError(21, os.strerror(21), str(place))
-    if not (is_url(place) or place.parent.is_dir()):
+    if capabilities_at(place).folders and not place.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(place))
     flat = tree.flatten(resolve_state(state))
     return save_single_file(

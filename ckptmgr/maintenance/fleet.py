@@ -19,7 +19,7 @@ from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.errors import CheckpointNotFound, KeyProblem
 from ckptmgr.core.model import UNFINISHED, Checkpoint
 from ckptmgr.core.trust import Trust
-from ckptmgr.core.urls import is_url
+from ckptmgr.core.urls import absolute
 from ckptmgr.crypto.keys.material import SCHEMES
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.strict_json import Json
@@ -120,7 +120,7 @@ def parts_of(
     text = os.fspath(place)
     return [
         PartToVerify(
-            place=text if is_url(text) else os.path.abspath(text),  # noqa: PTH100 - links stay
+            place=absolute(text),
             part=str(Part(index, count)),
             level=level,
             series=series,

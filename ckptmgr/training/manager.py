@@ -40,7 +40,7 @@ from ckptmgr.core.arguments import (
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
-from ckptmgr.core.urls import is_url
+from ckptmgr.core.place import capabilities_at
 from ckptmgr.parallel.team import team_for
 from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
 from ckptmgr.training.options import System, resume_options, run_options
@@ -150,7 +150,7 @@ class CheckpointManager:
 
         given, checked = checked_place(directory), check_config(config)
         team = team_for(checked, options.ranks, context)
-        if is_url(given):
+        if not capabilities_at(given).in_place:
             check_at_address(given, checked, team=team, has_mirror=mirror is not None)
             self.directory = given
         else:
@@ -269,7 +269,7 @@ class CheckpointManager:
             StoreLocked: Another live process writes this series.
         """
         how = resume_options("resume", resume, old)
-        if how.allow_bare and is_url(self.directory):
+        if how.allow_bare and not capabilities_at(self.directory).bare:
             raise ValueError(NO_BARE_FILES)
         from ckptmgr.observe.observers import about
         from ckptmgr.series.candidates import notes_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.config.config import CheckpointConfig, trust_of
 from ckptmgr.core.arguments import no_effect
-from ckptmgr.core.urls import is_url
+from ckptmgr.core.place import capabilities_at
 from ckptmgr.engine.engine import engine_for
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
@@ -106,7 +106,7 @@ class Run:
             ValueError: The name is too long for the file system.
         """
         address = str(directory)
-        is_remote = is_url(address)
+        is_remote = not capabilities_at(address).in_place
         if is_remote:
             from ckptmgr.objects.staging import staging_directory
 

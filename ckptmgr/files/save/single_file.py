@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.names import parse_name, stem_of
+from ckptmgr.core.place import capabilities_at, refusal_at
 from ckptmgr.core.trust import Trust
-from ckptmgr.core.urls import is_url
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
@@ -62,7 +62,7 @@ def save_single_file(
         facts=facts,
         metrics=metrics,
     )
-    if not is_url(path):
+    if capabilities_at(path).in_place:
         return save(Store(path.parent, trust=trust))
     from ckptmgr.objects.staging import in_staging, remove_staging, staging_directory, sweep_killed
 
@@ -77,17 +77,15 @@ def save_single_file(
 
 
 def check_at_address(path: Path, options: SaveOptions) -> None:
-    """Raise ValueError for an option without effect in an object store."""
-    refused = {
-        "manifest=False": (not options.has_manifest, "data without a manifest has no name"),
-        "file_mode": (
-            options.file_mode != DEFAULT_FILE_MODE,
-            "the policy of the bucket says who may read it",
-        ),
+    """Raise ValueError for an option without effect at the place of a file."""
+    given = {
+        "manifest=False": not options.has_manifest,
+        "file_mode": options.file_mode != DEFAULT_FILE_MODE,
     }
-    for option, (is_given, why) in refused.items():
-        if is_given:
-            raise ValueError(f"{option} has no effect in an object store, where {why}: {path}")
+    for option, capability in (("manifest=False", "bare"), ("file_mode", "modes")):
+        refused = refusal_at(capabilities_at(path), option, capability)
+        if refused is not None and given[option]:
+            raise ValueError(f"{refused.message}: {path}")
 
 
 def save_named(
