@@ -351,8 +351,10 @@ def test_newer_checkpoint_stops_the_run_before_anything_is_removed(
     with CheckpointManager(here, _KEEP_TWO, mirror=mirror, observe=events.append) as manager:
         assert manager.resume(_state(0)).step == 4
         manager.save(5, _state(5))
-        switched.is_on = True
         handle = manager.save(6, _state(6))
+        switched.is_on = (
+            True  # not before: the mirror asks at once, and a rival stops the next save
+        )
         assert handle is not None
         assert handle.mirrored is not None
         with pytest.raises(StoreLocked, match="the mirror has step 8 of another run"):
@@ -375,8 +377,10 @@ def test_new_start_after_a_rival_saves_again(doubtful: tuple[Path, _Switched]) -
     here, switched = doubtful
     with CheckpointManager(here, mirror=Mirror(switched.url, retry_s=0)) as manager:
         manager.resume(_state(0))
-        switched.is_on = True
         handle = manager.save(5, _state(5))
+        switched.is_on = (
+            True  # not before: the mirror asks at once, and a rival stops the next save
+        )
         assert handle is not None
         assert handle.mirrored is not None
         assert isinstance(handle.mirrored.exception(_WAIT_S), StoreLocked)
