@@ -61,6 +61,13 @@ def framework_of(value: object) -> Framework | None:
     return None
 
 
+def described(value: Any) -> str:
+    """Return the type and shape of an array, and the type of anything else, for messages."""
+    if framework_of(value) is None:
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}"
+
+
 def is_instance_by_name(value: object, module: str, name: str) -> bool:
     """Return whether `value` is an instance of `module.name`, without importing the module."""
     return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)

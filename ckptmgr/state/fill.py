@@ -7,13 +7,14 @@ import contextlib
 import io
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckptmgr.core.notes import add_note
 from ckptmgr.state.flatten import Flattener
+from ckptmgr.state.optimizers import keep_stored_types
 from ckptmgr.state.overlaps import bytes_for, conflicts, overlapping_targets
 from ckptmgr.state.paths import Path, Place
 
@@ -135,6 +136,8 @@ def load_object(target: Any, stored: object, path: Path) -> object:
     """Call `load_state_dict` of an object, and return the object; an error names its path."""
     try:
         target.load_state_dict(stored)
+        if isinstance(stored, Mapping):
+            keep_stored_types(target, stored)
     except Exception as error:
         add_note(error, f"while restoring {path}; objects before it are already restored")
         raise

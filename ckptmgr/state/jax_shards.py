@@ -14,6 +14,9 @@ import numpy as np
 
 from ckptmgr.core.regions import Interval, Region, region_shape
 
+_WEAK_ZEROS = {"f": 0.0, "i": 0, "c": 0j}
+"""Numbers of Python that make an array weak, by the kind of its elements."""
+
 
 def is_multi_process(value: Any) -> bool:
     """Return whether a value is a JAX array of which this process holds only a part."""
@@ -61,6 +64,16 @@ def rebuild_array(target: Any, stored: np.ndarray) -> object:
         return found
 
     return sys.modules["jax"].make_array_from_callback(target.shape, target.sharding, part)
+
+
+def placed_as(target: Any, stored: np.ndarray) -> object:
+    """Return an array like `target` on one device: there if the program put it there, and as weak."""
+    jax = sys.modules["jax"]
+    made = jax.numpy.asarray(stored)
+    zero = _WEAK_ZEROS.get(stored.dtype.kind) if target.weak_type else None
+    if zero is not None:  # an update in place is the only public way
+        made = jax.numpy.full(stored.shape, zero).at[...].set(made)
+    return jax.device_put(made, target.sharding) if target.committed else made
 
 
 def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:

@@ -67,6 +67,32 @@ def check_same(problems: Iterable[tuple[Path, str]], *, hint: str) -> None:
         )
 
 
+def keep_stored_types(target: Any, stored: Mapping[Any, Any]) -> None:
+    """Give the moments of an optimizer the types that are stored.
+
+    torch's `load_state_dict` converts them to the type of their parameters: float32 moments of
+    bfloat16 weights lose their lower bits. One of the program's own may convert on purpose.
+    """
+    torch = sys.modules.get("torch")
+    target = _unwrapped(target)
+    if torch is None or not isinstance(target, torch.optim.Optimizer):
+        return
+    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+        return
+    held = [one for group in target.param_groups for one in group["params"]]
+    indices = [index for group in stored["param_groups"] for index in group["params"]]
+    for index, parameter in zip(indices, held, strict=True):
+        moments = target.state.get(parameter, {})
+        for name, value in stored["state"].get(index, {}).items():
+            moment = moments.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(moment, torch.Tensor)
+                and moment.dtype is not value.dtype
+            ):
+                moments[name] = value.to(moment.device)
+
+
 def _is_of_accelerate(one: object) -> bool:
     return type(one).__module__.startswith("accelerate.")
 

@@ -39,7 +39,10 @@ class TreeError(CkptmgrError, ValueError):
 
 
 class StateMismatch(UnsupportedState, ValueError):
-    """Report that a stored state does not fit the target of a restore; nothing was changed."""
+    """Report that a stored state does not fit the target of a restore; nothing was changed.
+
+    Or that the restored state is another than the stored one: the message says so then.
+    """
 
 
 def mismatch(what: str, differences: list[str], *, hint: str) -> StateMismatch:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ckptmgr.state.jax_shards import placed_as
 from ckptmgr.state.paths import shown
 
 
@@ -192,7 +193,7 @@ def _same_key(target: Any, stored: Any) -> Callable[[], object]:
     data = stored["data"]
     if not isinstance(data, np.ndarray) or (data.dtype, data.shape) != (held.dtype, held.shape):
         raise ValueError(f"is a JAX key{list(target.shape)}, stored are keys of another shape")
-    return lambda: random.wrap_key_data(sys.modules["jax"].numpy.asarray(data), impl=impl)
+    return lambda: random.wrap_key_data(placed_as(held, data), impl=impl)
 
 
 def is_nnx(value: object) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ckptmgr.core.regions import region_shape
-from ckptmgr.state.arrays import Framework, framework_of, is_instance_by_name
+from ckptmgr.state.arrays import Framework, described, framework_of, is_instance_by_name
 from ckptmgr.state.configs import fill_config, is_config, problems_of
 from ckptmgr.state.fill import (
     Fill,
@@ -35,7 +35,7 @@ from ckptmgr.state.fill import (
     with_values,
 )
 from ckptmgr.state.global_random import GlobalRandom
-from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
+from ckptmgr.state.jax_shards import addressable_region, is_multi_device, placed_as, rebuild_array
 from ckptmgr.state.optimizers import optimizer_problems, schedule_problems
 from ckptmgr.state.paths import Path, TreeError, mismatch
 from ckptmgr.state.random import (
@@ -45,6 +45,7 @@ from ckptmgr.state.random import (
     global_generators,
     set_generator,
 )
+from ckptmgr.state.read_back import READ_BACK, Comparison, ReadBack, Tags, frozen
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
@@ -70,11 +71,13 @@ class Restorer:
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
         self._steps: list[Step | Value] = []
+        self._stored: object = None
         self.fills: list[Fill] = []
         self.filled: set[int] = set()
 
     def plan(self, target: object, stored: object) -> None:
         """Compare; raise StateMismatch when structure, shape or type differ. Nothing is changed."""
+        self._stored = stored
         steps = self._steps
         stack: list[Visit | Step] = [(target, stored, Path())]
         while stack:
@@ -98,12 +101,25 @@ class Restorer:
                 " load_state takes a part of the state",
             )
 
-    def carry_out(self) -> object:
-        """Fill the state that was compared, and return it."""
+    def carry_out(
+        self, how: ReadBack | None = None, comparison: Comparison | None = None
+    ) -> object:
+        """Fill the state that was compared, and return it; `comparison` knows what is `filled`.
+
+        Raises:
+            StateMismatch: The restored state is another than the stored one.
+        """
+        how = how or READ_BACK
+        stored = frozen(self._stored) if how.is_on else None
         fill_all([one for one in self.fills if id(one.stored) not in self.filled])
         restored = restored_by(self._steps)
+        comparison = comparison or Comparison({}, Tags())
+        if how.is_on:
+            comparison.run(stored, restored, Path())
         for set_state in self._generators:
             set_state()
+        comparison.run_generators()
+        comparison.check(how)
         return restored
 
     def _differ(self, path: Path, problem: str) -> Value:
@@ -111,7 +127,7 @@ class Restorer:
         return Value(None)
 
     def _differ_in_type(self, path: Path, target: Any, stored: Any) -> Value:
-        return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        return self._differ(path, f"is {described(target)}, stored is {described(stored)}")
 
     def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
         """Record that `stored` will be put into `target`, for which there may be only one value."""
@@ -290,13 +306,13 @@ class Restorer:
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
             return Step(0, lambda _: fill_mindspore(target, stored))
-        return Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
+        return Step(0, lambda _: placed_as(target, stored))
 
     def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> Plan:
         lengths = region_shape(addressable_region(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
-            return self._differ(path, f"is {held}, stored is {_described(stored)}")
+            return self._differ(path, f"is {held}, stored is {described(stored)}")
         return Step(0, lambda _: rebuild_array(target, stored))
 
     def _plan_object(self, target: Any, stored: Any, path: Path) -> Plan:
@@ -381,7 +397,7 @@ class Restorer:
         if not isinstance(stored, tuple) or len(stored) != len(generators):
             many = f" of {len(stored)}" if isinstance(stored, tuple) else ""
             return self._differ(
-                path, f"has {len(generators)} generators, stored is {_described(stored)}{many}"
+                path, f"has {len(generators)} generators, stored is {described(stored)}{many}"
             )
         self._read_contents(stored)
         for index, generator in enumerate(generators):
@@ -397,9 +413,3 @@ class Restorer:
 def _is_single(value: Any) -> bool:
     """Return whether a value is an array of one number, without dimensions."""
     return framework_of(value) is not None and value.ndim == 0
-
-
-def _described(value: Any) -> str:
-    if framework_of(value) is None:
-        return f"a {type(value).__name__}"
-    return f"{value.dtype}{list(value.shape)}"

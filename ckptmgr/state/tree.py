@@ -50,6 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptmgr.formats.tensor import Tensor
@@ -58,6 +59,7 @@ from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
 
 if TYPE_CHECKING:  # one process has no slices, and a save needs nothing that restores
+    from ckptmgr.state.read_back import ReadBack
     from ckptmgr.state.slices import Slice, Slicer
     from ckptmgr.state.stored_arrays import ReadTensor
 
@@ -142,7 +144,7 @@ def unflatten(
         return Unflattener(read, fill=fill).run(skeleton)
 
 
-def restore(target: object, skeleton: str, read: ReadTensor) -> object:
+def restore(target: object, skeleton: str, read: ReadTensor, how: ReadBack | None = None) -> object:
     """Restore a stored state into an existing one; return it, or its replacement if immutable.
 
     All tensors are read and compared with the target first. Then objects get `load_state_dict`,
@@ -157,10 +159,12 @@ def restore(target: object, skeleton: str, read: ReadTensor) -> object:
             object; names every path. Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
-    return plan_restore(target, skeleton, read)()
+    return plan_restore(target, skeleton, read, how)()
 
 
-def plan_restore(target: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
+def plan_restore(
+    target: object, skeleton: str, read: ReadTensor, how: ReadBack | None = None
+) -> Callable[[], object]:
     """Read all tensors and compare them with the target; return a function that then restores.
 
     Raises:
@@ -171,7 +175,7 @@ def plan_restore(target: object, skeleton: str, read: ReadTensor) -> Callable[[]
     restorer = Restorer()
     with gc_paused():
         restorer.plan(target, unflatten(skeleton, read))
-    return restorer.carry_out
+    return partial(restorer.carry_out, how)
 
 
 class Restoration:
@@ -214,11 +218,20 @@ class Restoration:
             has_overlaps = self._restorer.shared.has_overlaps
             self.direct = disjoint(memories) if has_overlaps else memories
 
-    def finish(self) -> object:
-        """Return the restored state; the caller has filled `direct` and all other arrays."""
-        for name in self.direct:
+    def finish(self, how: ReadBack | None = None) -> object:
+        """Return the restored state; the caller has filled `direct` and all other arrays.
+
+        Raises:
+            StateMismatch: The restored state is another than the stored one.
+        """
+        from ckptmgr.state.read_back import READ_BACK, Comparison, Tags
+
+        how, tags, known = how or READ_BACK, Tags(), {}
+        for name, memory in self.direct.items():
             one = self._fills[name]
             self._restorer.filled.add(id(one.stored))
+            if how.is_on:  # later, other values may be there
+                known[id(one.stored)] = tags.of(memory)
             if one.via_load_state_dict:
                 one.stored.data = one.target.detach()
-        return self._restorer.carry_out()
+        return self._restorer.carry_out(how, Comparison(known, tags))

@@ -24,6 +24,7 @@ from ckptmgr.files.load.state import DATA
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.tensor import flat_memory
+from ckptmgr.state.read_back import ReadBack
 from ckptmgr.state.tree import Restoration
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -57,15 +58,16 @@ class InPlaceState:
         """Own the open file, which is closed when the state is restored."""
         self._file = file
 
-    def plan_restore(self, state: object) -> Callable[[], object]:
+    def plan_restore(self, state: object, how: ReadBack | None = None) -> Callable[[], object]:
         """Return a function that fills the state that it was compared with."""
-        return lambda: self.put_back(state)
+        return lambda: self.put_back(state, how)
 
-    def put_back(self, state: object) -> object:
+    def put_back(self, state: object, how: ReadBack | None = None) -> object:
         """Fill the state that it was compared with, and return it.
 
         Raises:
             CorruptCheckpoint, OSError: The file changed or became unreadable after it was verified.
+            StateMismatch: The restored state is another than the stored one.
         """
         del state
         entries = [one for one in tensors_to_fill(self._opened) if one.name in self._arrays]
@@ -76,7 +78,7 @@ class InPlaceState:
         except BaseException as error:
             add_note(error, "the file was verified before, but the state is partly overwritten now")
             raise
-        return self._plan.finish()
+        return self._plan.finish(how)
 
 
 def tensors_to_fill(opened: OpenCheckpoint) -> list[TensorEntry]:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.files.load.in_place import InPlaceState
     from ckptmgr.files.load.open import OpenCheckpoint
     from ckptmgr.files.load.shard_pieces import Index
+    from ckptmgr.state.read_back import ReadBack
     from ckptmgr.state.slices import Slice
     from ckptmgr.state.stored_arrays import ReadTensor
 
@@ -174,11 +175,11 @@ class StoredState:
         """Return these parts of the state."""
         return replace(self, skeleton=cut_skeleton(self.skeleton, only, path=self.path))
 
-    def put_back(self, state: object) -> object:
-        """Restore into `state`, or new objects; raises as `compared`, before any change."""
-        return self.plan_restore(state)()
+    def put_back(self, state: object, how: ReadBack | None = None) -> object:
+        """Restore into `state`, or new objects; raises as `plan_restore`, before any change."""
+        return self.plan_restore(state, how)()
 
-    def plan_restore(self, state: object) -> Callable[[], object]:
+    def plan_restore(self, state: object, how: ReadBack | None = None) -> Callable[[], object]:
         """Return a function that restores into `state`, or returns new objects if it is None.
 
         Raises:
@@ -187,7 +188,7 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return plan_put_back(state, self.skeleton, self._array)
+            return plan_put_back(state, self.skeleton, self._array, how)
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -247,9 +248,11 @@ def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> st
         raise StateMismatch(error.message, path=path, hint=error.hint) from None
 
 
-def plan_put_back(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
+def plan_put_back(
+    state: object, skeleton: str, read: ReadTensor, how: ReadBack | None = None
+) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
-        return tree.plan_restore(state, skeleton, read)
+        return tree.plan_restore(state, skeleton, read, how)
     restored = tree.unflatten(skeleton, read)
     return lambda: restored
