@@ -8,11 +8,12 @@ Those of proof are `core.trust.Trust`, of ranks `parallel.team.Ranks`, of a mirr
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Any, Literal
 
-from ckptmgr.core.arguments import check_is_bool, checked_interval
+from ckptmgr.core.arguments import check_is_bool, checked_interval, no_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,43 @@ class Resume:
         allow_bare: Where no checkpoint loads, take the newest data file of the series without a
             manifest. Its name alone says which step it is, so it is never preferred to a checkpoint
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
+        read_back: Compare the restored state with the stored one, bit for bit. It takes up to half
+            of the time of a load from the page cache.
+        may_differ: Names of what may be other than stored, as paths or parts of one: `ema`,
+            `model/head`.
+        strict: Whether plain values in the `state_dict()` of an object, of which a difference is a
+            warning, may not differ either.
 
     Raises:
-        ValueError: `start` is neither; `allow_bare` is no bool, or is given with `new`.
+        TypeError: `may_differ` is one string, or has something else than strings.
+        ValueError: `start` is neither; a switch is no bool; an option has no effect with `new`.
     """
 
     start: Literal["newest", "new"] = "newest"
     allow_bare: bool = False
+    read_back: bool = True
+    may_differ: Sequence[str] = ()
+    strict: bool = False
+
+    @property
+    def given(self) -> list[str]:
+        """Names of the fields that are not as by default."""
+        return [one.name for one in fields(self) if getattr(self, one.name) != one.default]
 
     def __post_init__(self) -> None:
         if self.start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {self.start!r}")
-        check_is_bool("allow_bare", self.allow_bare)
-        if self.allow_bare and self.start == "new":
-            raise ValueError("allow_bare has no effect with start='new', which takes no checkpoint")
+        for name in ("allow_bare", "read_back", "strict"):
+            check_is_bool(name, getattr(self, name))
+        given: Any = self.may_differ
+        if isinstance(given, str) or not all(isinstance(one, str) for one in given):
+            raise TypeError(f"may_differ must be a sequence of names, but got {given!r}")
+        object.__setattr__(self, "may_differ", tuple(given))
+        if self.start == "new":
+            for name in [one for one in self.given if one != "start"]:
+                raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
+        if not self.read_back and (self.strict or self.may_differ):
+            raise ValueError("strict and may_differ have no effect with read_back=False")
 
 
 NEWEST = Resume()

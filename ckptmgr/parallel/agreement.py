@@ -114,9 +114,14 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
             raise error
 
 
+_UNCHANGED = "nothing was changed on any rank"
+
+
 @contextmanager
-def all_prepared(rounds: CollectiveRounds, *, stop: float) -> Iterator[None]:
-    """Leave the `with` block, which changes nothing yet, once it has ended on all ranks.
+def all_prepared(
+    rounds: CollectiveRounds, *, stop: float, is_changing: bool = False
+) -> Iterator[None]:
+    """Leave the `with` block once it has ended on all ranks; `is_changing` one changes their states.
 
     Raises:
         Exception: The error of the block on this rank.
@@ -144,7 +149,8 @@ def all_prepared(rounds: CollectiveRounds, *, stop: float) -> Iterator[None]:
         raise error
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if failures:
-        raise ResumeFailed(str(failures[0]), hint="nothing was changed on any rank")
+        changed = "the states of all ranks are overwritten" if is_changing else _UNCHANGED
+        raise ResumeFailed(str(failures[0]), hint=changed)
 
 
 def steps_of_all(answers: Sequence[Json]) -> list[int]:

@@ -146,10 +146,10 @@ class Together(OfWriter):
             stop=self._barriers.stop,
         )
 
-    def all_prepared(self) -> AbstractContextManager[None]:
+    def all_prepared(self, *, is_changing: bool = False) -> AbstractContextManager[None]:
         """Leave the `with` block once every rank has run its own; see `agreement.all_prepared`."""
         rounds = self._barriers.begin("restore", what="not restored")
-        return all_prepared(rounds, stop=self._barriers.stop())
+        return all_prepared(rounds, stop=self._barriers.stop(), is_changing=is_changing)
 
     def begin(self, job: SaveJob) -> BegunTogether:
         """Begin a save with all ranks: take the name and place of rank 0, and divide the items.

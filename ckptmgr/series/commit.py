@@ -85,8 +85,10 @@ class Commit(Protocol):
         """Return the first candidate that every process loads; see `candidates.first_that_loads`."""
         ...
 
-    def all_prepared(self) -> AbstractContextManager[None]:
+    def all_prepared(self, *, is_changing: bool = False) -> AbstractContextManager[None]:
         """Leave the `with` block once every process of the run has run its own without an error.
+
+        One that changes the states says so, for the message of the other processes.
 
         Raises:
             Exception: From the block, here or in another process.
@@ -150,8 +152,9 @@ class Alone(OfWriter):
         """Return the first candidate that loads."""
         return first_that_loads(candidates, self._writer.listing.fs)
 
-    def all_prepared(self) -> AbstractContextManager[None]:
+    def all_prepared(self, *, is_changing: bool = False) -> AbstractContextManager[None]:
         """Return a block without an effect."""
+        del is_changing
         return contextlib.nullcontext()
 
     def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:

@@ -71,26 +71,28 @@ def keep_stored_types(target: Any, stored: Mapping[Any, Any]) -> None:
     """Give the moments of an optimizer the types that are stored.
 
     torch's `load_state_dict` converts them to the type of their parameters: float32 moments of
-    bfloat16 weights lose their lower bits. One of the program's own may convert on purpose.
+    bfloat16 weights lose their lower bits.
     """
     torch = sys.modules.get("torch")
     target = _unwrapped(target)
     if torch is None or not isinstance(target, torch.optim.Optimizer):
         return
-    if type(target).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-        return
+    loaded = target.state_dict()  # of a class of the program, which may convert both ways
     held = [one for group in target.param_groups for one in group["params"]]
-    indices = [index for group in stored["param_groups"] for index in group["params"]]
-    for index, parameter in zip(indices, held, strict=True):
-        moments = target.state.get(parameter, {})
-        for name, value in stored["state"].get(index, {}).items():
+    indices, stored_indices = (
+        [index for group in one["param_groups"] for index in group["params"]]
+        for one in (loaded, stored)
+    )
+    for parameter, index, stored_index in zip(held, indices, stored_indices, strict=True):
+        moments = loaded["state"].get(index, {})
+        for name, value in stored["state"].get(stored_index, {}).items():
             moment = moments.get(name)
             if (
                 isinstance(value, torch.Tensor)
                 and isinstance(moment, torch.Tensor)
                 and moment.dtype is not value.dtype
             ):
-                moments[name] = value.to(moment.device)
+                target.state[parameter][name] = value.to(moment.device)
 
 
 def _is_of_accelerate(one: object) -> bool:

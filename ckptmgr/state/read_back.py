@@ -181,7 +181,7 @@ class Comparison:
         return [one for one in self._soft if str(one[0].path) not in moving]
 
     def _differ(self, visit: _Visit, problem: str) -> None:
-        if visit.reading is None:
+        if visit.reading is None or _has_arrays(visit.stored):
             self._hard.append((visit.path, problem))
         else:
             self._soft.append((visit, problem))
@@ -294,6 +294,14 @@ class Comparison:
             return False
         wanted = known or self._tags.of(stored.content())
         return wanted == self._tags.of(live.content())
+
+
+def _has_arrays(stored: Any) -> bool:
+    if isinstance(stored, Mapping):
+        return any(map(_has_arrays, stored.values()))
+    if isinstance(stored, _SEQUENCES):
+        return any(map(_has_arrays, stored))
+    return framework_of(stored) is not None and not isinstance(stored, np.generic)
 
 
 def _part_here(live: Any) -> Any:

@@ -250,16 +250,19 @@ class ModelCheckpoint(TrainingHooks):
             old: `allow_bare` itself, as in the last release, which warns.
 
         Raises:
-            ValueError: `start` is refused: a callback begins anew where it is not called.
+            ValueError: Another option is given: a callback begins anew where `resume` is not
+                called, and restores no state.
             UnprovenCheckpoint: There are only files without manifests, and `allow_bare` is False.
             KeyProblem: There are checkpoints, but the key of the configuration opens none.
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
         how = resume_options("resume", resume, old)
-        if how.start == "new":
-            raise no_effect(
-                "start='new'", "in a callback", "it begins anew where resume is not called"
-            )
+        for name in [one for one in how.given if one != "allow_bare"]:
+            if name == "start":
+                name, why = "start='new'", "it begins anew where resume is not called"
+            else:
+                why = "it returns values, and restores no state"
+            raise no_effect(name, "in a callback", why)
         self._series.settle()
         writer = self._series.writer
         with self._run.observers.timed("resume", series=writer.series) as facts:

@@ -260,7 +260,8 @@ class CheckpointManager:
             UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
                 names its path. Nothing was changed. What `state_dict()` returns is checked later.
             StateMismatch: An intact checkpoint does not fit `state`; names every difference.
-                Nothing was changed.
+                Nothing was changed. Or the restored state is another than the stored one, bit for
+                bit, because something changed it while it was loaded; the message says so.
             ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
             RanksMissing: Other ranks did not arrive in time. Nothing was changed.
             CorruptCheckpoint, OSError: The file changed, or became unreadable, after its
@@ -287,7 +288,7 @@ class CheckpointManager:
                     reader=self._reader,
                     past=self._past,
                     data=self._place_loaders(),
-                    allow_bare=how.allow_bare,
+                    how=how,
                     needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch,
                 )
@@ -548,8 +549,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: There is no such checkpoint, or it was removed after it was listed.
-            StateMismatch: It does not fit `state`, or has no part of a name in `only`. Nothing was
-                changed.
+            StateMismatch: It does not fit `state`, or has no part of a name in `only`, and nothing
+                was changed; or the restored state is another than the stored one.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
         return self._catalog.load(checkpoint, state, only=only)
@@ -666,7 +667,8 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
-            StateMismatch: The stored state does not fit `state`. Nothing was changed.
+            StateMismatch: The stored state does not fit `state`. Nothing was changed. Or the
+                restored state is another than the stored one.
             ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing
                 was changed.
         """

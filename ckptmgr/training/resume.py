@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+from ckptmgr.config.subjects import NEWEST, Resume
 from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import UNUSABLE, Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
@@ -38,6 +39,7 @@ from ckptmgr.series.candidates import (
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.read_back import ReadBack
 from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
@@ -168,6 +170,11 @@ class Resumption:
     def is_fresh(self) -> bool:
         """Whether the run starts without a checkpoint, or a state in memory."""
         return self.next_step == 0
+
+
+def read_back_of(how: Resume) -> ReadBack:
+    """Return how a state is compared after its restore."""
+    return ReadBack(is_on=how.read_back, may_differ=tuple(how.may_differ), is_strict=how.strict)
 
 
 def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
@@ -327,7 +334,7 @@ def resume_state(
     reader: SeriesReader,
     past: RunPast,
     data: DataState,
-    allow_bare: bool = False,
+    how: Resume = NEWEST,
     needs_same_division: bool = False,
     fetch: Fetch | None = None,
 ) -> Resumption:
@@ -345,7 +352,7 @@ def resume_state(
             reader,
             past,
             data,
-            allow_bare=allow_bare,
+            how=how,
             needs_same_division=needs_same_division,
             fetch=fetch,
             end_pause_if_long=end_pause_if_long,
@@ -359,7 +366,7 @@ def _resume_state(
     past: RunPast,
     data: DataState,
     *,
-    allow_bare: bool,
+    how: Resume,
     needs_same_division: bool,
     fetch: Fetch | None,
     end_pause_if_long: Callable[[int], None],
@@ -368,7 +375,7 @@ def _resume_state(
     writer.prepare()
     _check_storable(state, writer)
     candidates = StateCandidates(
-        reader, state, allow_bare=allow_bare, before_load=end_pause_if_long
+        reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
     )
     found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
     skipped = found.skipped
@@ -389,9 +396,10 @@ def _resume_state(
                 "begins the pass anew",
             )
         restore_data = data.plan_restore(loaded.data, is_own=is_own)
-        restore = loaded.plan_restore(state)
+        restore = loaded.plan_restore(state, read_back_of(how))
     random = None if is_own or writer.is_first or checkpoint.shards else GlobalRandom().state_dict()
-    restored = restore()
+    with writer.commit.all_prepared(is_changing=True):
+        restored = restore()
     restore_data()
     if random is not None:  # of a file of one process, only rank 0 takes the random numbers
         GlobalRandom().load_state_dict(random)

@@ -67,8 +67,10 @@ def go_back(
         if checkpoint is not None and loaded is not None:
             with writer.commit.all_prepared():
                 restore = loaded.plan_restore(state)
+            with writer.commit.all_prepared(is_changing=True):
+                restored = restore()
             return Resumption.at(
-                checkpoint, restore(), skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
+                checkpoint, restored, skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
             )
     if held is None:
         raise CheckpointNotFound(
@@ -77,11 +79,13 @@ def go_back(
         )
     with writer.commit.all_prepared():
         restore = plan_put_back(state, held.skeleton, held.read)
+    with writer.commit.all_prepared(is_changing=True):
+        restored = restore()
     return Resumption(
         step=held.step,
         next_step=held.step + 1,
         epoch=held.epoch,
-        state=restore(),
+        state=restored,
         metrics=held.metrics,
         skipped=tuple(skipped),
         doubt=doubt_of(skipped),
