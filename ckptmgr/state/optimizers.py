@@ -74,10 +74,12 @@ def keep_stored_types(target: Any, stored: Mapping[Any, Any]) -> None:
     bfloat16 weights lose their lower bits.
     """
     torch = sys.modules.get("torch")
-    target = _unwrapped(target)
     if torch is None or not isinstance(target, torch.optim.Optimizer):
         return
+    target = _unwrapped(target)
     loaded = target.state_dict()  # of a class of the program, which may convert both ways
+    if not all({"state", "param_groups"} <= one.keys() for one in (loaded, stored)):
+        return
     held = [one for group in target.param_groups for one in group["params"]]
     indices, stored_indices = (
         [index for group in one["param_groups"] for index in group["params"]]

@@ -364,6 +364,7 @@ def jax_array(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     alone = SimpleNamespace(device_set={"cpu"})
     kind = foreign("jaxlib", "ArrayImpl", Stored, __array__=convert, sharding=alone)
+    kind.weak_type = kind.committed = False
 
     def asarray(array: np.ndarray) -> Any:
         return kind(array, dtype=array.dtype.name)

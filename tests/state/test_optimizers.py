@@ -320,13 +320,19 @@ def test_decoupled_decay_of_nadam_is_that_of_the_checkpoint(tmp_path: Path) -> N
     assert state["optimizer"].param_groups[0]["decoupled_weight_decay"] is True
 
 
-def test_optimizer_that_loads_its_state_itself_is_not_compared(tmp_path: Path) -> None:
+def test_optimizer_that_loads_its_state_itself_is_compared_after_the_load(tmp_path: Path) -> None:
     class Own(OPTIM.SGD):  # type: ignore[misc, name-defined]
         def load_state_dict(self, state_dict: Any) -> None:
             self.loaded = len(state_dict["param_groups"])
 
-    state = resume(tmp_path, adamw, lambda m: Own(m.parameters()))
-    assert state["optimizer"].loaded == 1
+    state = trained(adamw)
+    step(state)
+    own = Own(state["model"].parameters())
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"optimizer": state["optimizer"]})
+        with pytest.raises(StateMismatch, match="is stored, and missing in the restored state"):
+            manager.resume({"optimizer": own})
+    assert own.loaded == 1
 
 
 def test_optimizer_of_a_program_is_compared_by_its_parameters_alone(tmp_path: Path) -> None:

@@ -70,7 +70,8 @@ def test_module_whose_hook_changes_loaded_weights_is_an_error(
         with torch.no_grad():
             module.weight[0, -1] += 1
 
-    net.register_load_state_dict_post_hook(add)
+    hooked: Any = net
+    hooked.register_load_state_dict_post_hook(add)
     with pytest.raises(StateMismatch, match=r"\['weight'\] has other elements"):
         resumed(tmp_path, {"net": net})
 
