@@ -69,12 +69,18 @@ class Flattener:
         is_dry: Only look for values that cannot be stored: no `state_dict()` is called, and no
             tensor of a framework is looked into, which may be a target without elements. An object
             that can only be filled passes.
+
+    Attributes:
+        objects: The objects with a `state_dict()`, each with its name.
+        weak: Names of the weakly typed arrays of JAX; None where there are no arrays of JAX.
     """
 
     def __init__(self, slicer: Slicer | None = None, *, is_dry: bool = False) -> None:
         self._slicer = slicer
         self._is_dry = is_dry
         self.slices: dict[str, Slice] = {}
+        self.objects: list[tuple[str, Any]] = []
+        self.weak: list[str] | None = None
         self._nodes: list[Node | Leaf] = []
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
@@ -241,6 +247,8 @@ class Flattener:
             return ContainerFrame(
                 iter([((), state, None)]), path, None, depth, [node], id(value), key
             )
+        if _has(value, "state_dict"):
+            self.objects.append((path.tensor_name(), value))
         if self._is_dry and (_has(value, "state_dict") or _has(value, "load_state_dict")):
             return ContainerFrame(iter(()), path, None, depth, (), id(value))
         if _has(value, "state_dict"):
@@ -291,6 +299,8 @@ class Flattener:
                 self._held.append(value)
                 self._frames.append(record_frame(JAX_KEY, value, path, depth + 1))
             case _:
+                if framework == "jax":
+                    self._note_weak(value, path)
                 self._add(foreign_leaf(value, path.place, self._unique(path.tensor_name())))
 
     def _slice(self, part: Slice, path: Path) -> None:
@@ -318,6 +328,11 @@ class Flattener:
         self._frames.append(
             ContainerFrame(iter(values), path, "key", depth + 1, [node], None, id(value))
         )
+
+    def _note_weak(self, value: Any, path: Path) -> None:
+        self.weak = self.weak or []
+        if value.weak_type:
+            self.weak.append(path.tensor_name())
 
     def _add(self, leaf: Leaf) -> None:
         self._leaves.append(leaf)

@@ -66,11 +66,11 @@ def rebuild_array(target: Any, stored: np.ndarray) -> object:
     return sys.modules["jax"].make_array_from_callback(target.shape, target.sharding, part)
 
 
-def placed_as(target: Any, stored: np.ndarray) -> object:
-    """Return an array like `target` on one device: there if the program put it there, and as weak."""
+def placed_as(target: Any, stored: np.ndarray, *, is_weak: bool = False) -> object:
+    """Return an array on the device of `target`, if the program put that there."""
     jax = sys.modules["jax"]
     made = jax.numpy.asarray(stored)
-    zero = _WEAK_ZEROS.get(stored.dtype.kind) if target.weak_type else None
+    zero = _WEAK_ZEROS.get(stored.dtype.kind) if is_weak else None
     if zero is not None:  # an update in place is the only public way
         made = jax.numpy.full(stored.shape, zero).at[...].set(made)
     return jax.device_put(made, target.sharding) if target.committed else made

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -58,6 +58,7 @@ class Restorer:
 
     Args:
         read_contents: Called with a stored value before the contents of arrays in it are compared.
+        weak: As for `tree.plan_restore`.
 
     Attributes:
         shared: The objects and the memory that are filled.
@@ -65,7 +66,13 @@ class Restorer:
         filled: `id` of stored arrays whose target is filled already.
     """
 
-    def __init__(self, *, read_contents: Callable[[object], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        *,
+        read_contents: Callable[[object], None] = lambda _: None,
+        weak: Collection[str] | None = None,
+    ) -> None:
+        self._weak = weak
         self.shared = SharedTargets(read_contents=read_contents)
         self._read_contents = read_contents
         self._differences: list[str] = []
@@ -306,7 +313,9 @@ class Restorer:
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
             return Step(0, lambda _: fill_mindspore(target, stored))
-        return Step(0, lambda _: placed_as(target, stored))
+        weak = self._weak
+        is_weak = target.weak_type if weak is None else path.tensor_name() in weak
+        return Step(0, lambda _: placed_as(target, stored, is_weak=is_weak))
 
     def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> Plan:
         lengths = region_shape(addressable_region(target) or ())

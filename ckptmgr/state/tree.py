@@ -48,7 +48,7 @@ a lone transposed array comes back C-contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -89,12 +89,16 @@ class FlatState:
             `__metadata__`.
         slices: Name to slice, for leaves that are parts of larger tensors; the skeleton has the
             shapes of the whole tensors.
+        objects: The objects with a `state_dict()`, each with its name.
+        weak: Names of the weakly typed arrays of JAX; None where there are no arrays of JAX.
     """
 
     tensors: list[Tensor]
     skeleton: str
     aliases: Mapping[str, str]
     slices: Mapping[str, Slice] = field(default_factory=dict)
+    objects: Sequence[tuple[str, object]] = ()
+    weak: Sequence[str] | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -115,15 +119,26 @@ def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
 def _flattened(state: object, slicer: Slicer | None) -> FlatState:
     flattener = Flattener(slicer)
     tensors, skeleton, aliases = flattener.run(state)
-    return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
+    return FlatState(
+        tensors=tensors,
+        skeleton=skeleton,
+        aliases=aliases,
+        slices=flattener.slices,
+        objects=flattener.objects,
+        weak=flattener.weak,
+    )
 
 
-def check_storable(state: object) -> None:
-    """Raise UnsupportedState, with the path, if a state has a value that cannot be stored.
+def check_storable(state: object) -> Sequence[tuple[str, object]]:
+    """Return the objects in a state, as `FlatState.objects`.
 
-    No `state_dict()` is called: `flatten` finds the objects in its result.
+    Raises:
+        UnsupportedState: It has a value that cannot be stored; names the path. No `state_dict()` is
+            called: `flatten` finds the objects in its result.
     """
-    Flattener(is_dry=True).walk(state)
+    flattener = Flattener(is_dry=True)
+    flattener.walk(state)
+    return flattener.objects
 
 
 def unflatten(
@@ -163,16 +178,23 @@ def restore(target: object, skeleton: str, read: ReadTensor, how: ReadBack | Non
 
 
 def plan_restore(
-    target: object, skeleton: str, read: ReadTensor, how: ReadBack | None = None
+    target: object,
+    skeleton: str,
+    read: ReadTensor,
+    how: ReadBack | None = None,
+    *,
+    weak: Collection[str] | None = None,
 ) -> Callable[[], object]:
     """Read all tensors and compare them with the target; return a function that then restores.
+
+    `weak` has the names of the weakly typed arrays of JAX; with None they are those of the target.
 
     Raises:
         StateMismatch, TreeError: As `restore`.
     """
     from ckptmgr.state.restore import Restorer
 
-    restorer = Restorer()
+    restorer = Restorer(weak=weak)
     with gc_paused():
         restorer.plan(target, unflatten(skeleton, read))
     return partial(restorer.carry_out, how)
@@ -186,6 +208,7 @@ class Restoration:
         skeleton: As for `restore`.
         read: Returns an array for each tensor, whose content need not be read yet.
         fill: Reads the content of a tensor now.
+        weak: As for `plan_restore`.
 
     Attributes:
         direct: Tensor name to the target's memory, where that memory is the only use of the
@@ -196,7 +219,13 @@ class Restoration:
     """
 
     def __init__(
-        self, target: object, skeleton: str, read: ReadTensor, *, fill: Callable[[str], None]
+        self,
+        target: object,
+        skeleton: str,
+        read: ReadTensor,
+        *,
+        fill: Callable[[str], None],
+        weak: Collection[str] | None = None,
     ) -> None:
         from ckptmgr.state.destinations import disjoint, memory_of
         from ckptmgr.state.restore import Restorer
@@ -204,7 +233,7 @@ class Restoration:
 
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer(read_contents=unflattener.arrays.read_contents)
+            self._restorer = Restorer(read_contents=unflattener.arrays.read_contents, weak=weak)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one

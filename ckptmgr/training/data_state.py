@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -34,7 +34,7 @@ from ckptmgr.state.global_random import GlobalRandom, global_draws
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.training.companions import Companion
-from ckptmgr.training.loaders import LoaderParts, mark_of
+from ckptmgr.training.loaders import LoaderParts, fingerprint_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 1
@@ -53,7 +53,7 @@ class _Pass:
     thread: int = 0
     is_open: bool = True
     is_iterated: bool = True
-    mark: int | None = None
+    fingerprint: int | None = None  # of the last batch
     before: tuple[Mapping[str, object], ...] = ()
     start: Mapping[str, Any] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class _Pass:
         return {
             "is_open": self.is_open,
             "count": count,
-            "mark": self.mark if count == self.count else None,
+            "fingerprint": self.fingerprint if count == self.count else None,
             "before": self.before if count == self.count else (),
             "start": dict(self.start) if self.is_open else None,
             "generators": self.parts.generators() if at is None else at.generators,
@@ -115,6 +115,7 @@ class DataState(Companion):
         self._ended = 0  # passes since the restore
         self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
+        self._may_differ: Collection[str] = ()
         self.is_inside_pass = False  # at the restore
 
     def step_ended(self, step: int) -> None:
@@ -193,7 +194,9 @@ class DataState(Companion):
         if place is not None:
             place.is_open = place.is_iterated = False
 
-    def plan_restore(self, text: str | None, *, is_own: bool = True) -> Callable[[], None]:
+    def plan_restore(
+        self, text: str | None, *, is_own: bool = True, may_differ: Collection[str] = ()
+    ) -> Callable[[], None]:
         """Return a function that takes the places of a checkpoint, and sets the random numbers.
 
         Those of a rank among others, which divided the data otherwise, say only in which epoch the
@@ -213,6 +216,7 @@ class DataState(Companion):
 
         def restore() -> None:
             self.forget()
+            self._may_differ = may_differ
             self.is_inside_pass = any(one["is_open"] for one in stored["loaders"].values())
             if not is_own:
                 return
@@ -262,7 +266,7 @@ class DataState(Companion):
             for batch in self._fetched(iterator, place):
                 place.count += 1
                 place.thread = threading.get_ident()
-                place.mark = mark_of(batch)
+                place.fingerprint = fingerprint_of(batch)
                 yield batch
             is_empty = place.count == first
             if is_empty and at_save and continued and _is_stateful(parts, continued):
@@ -343,10 +347,47 @@ class DataState(Companion):
         iterator = iter(parts.loader)
         if not has_state:
             before = stored.get("before") or ()
-            fetched = self._as_drawn(iterator, before, count)
-            _skip(fetched, count, mark=stored.get("mark"), name=name, is_as_drawn=bool(before))
+            used = _skipped(self._as_drawn(iterator, before, count), count, name=name)
+            wanted = stored.get("fingerprint")
+            is_comparable = wanted is not None and (before or not used.is_drawn)
+            if is_comparable and used.last != wanted:
+                self._refuse_other(parts, start, used, count, name=name)
         self._put_back(parts, at_save, name)
         return _Pass(parts, count=count, start=start), iterator
+
+    def _refuse_other(
+        self,
+        parts: LoaderParts,
+        start: Mapping[str, Any],
+        used: _Used,
+        count: int,
+        *,
+        name: str,
+    ) -> None:
+        """Raise StateMismatch as the last used batch is another, or warn where noise may be why.
+
+        Workers that draw from generators of their own give other batches from the same start.
+        """
+        text = (
+            f"batch {count} of loader {name!r} is another than in the saved run, so the run does not go on bit for bit: the"
+            " data or the batch size is another, its order is drawn outside the pass, or from a generator that nothing"
+            " seeds and manager.batches(..., random=[...]) does not name"
+        )
+        is_persistent = getattr(parts.loader, "persistent_workers", False)
+        if is_persistent:
+            text += ", or its persistent workers go on with the random numbers of an earlier pass"
+        is_noise = parts.has_workers and not is_persistent
+        if is_noise:
+            self._random.load_state_dict(start["random"])
+            _set_generators(parts, start["generators"], name)
+            is_noise = fingerprint_of(next(iter(parts.loader), None)) != used.first
+        if is_noise or "data" in self._may_differ:
+            _LOG.warning("%s", text)
+            return
+        raise StateMismatch(
+            text,
+            hint='resume with the same data in the same order; or go on with it: Resume(may_differ=["data"])',
+        )
 
     def _at_save(self, parts: LoaderParts, stored: Mapping[str, Any]) -> _AtSave:
         """Return the generators of the save; as they are now, where the run has drawn from them.
@@ -366,17 +407,24 @@ class DataState(Companion):
         self._random.load_state_dict(at_save.random)
 
 
-def _skip(
-    iterator: Iterator[Any], count: int, *, mark: int | None, name: str, is_as_drawn: bool
-) -> None:
-    """Fetch the batches that were used; warn if the last one is another than it was.
+class _Used(NamedTuple):
+    """The batches that the saved run had used, fetched again: fingerprints of the first and the last.
 
-    One whose fetch draws from a global generator is, unless `is_as_drawn`: the steps that drew
-    between the batches of the first run are not repeated.
+    `is_drawn` says whether the fetch of the last one drew from a global generator: the steps that
+    drew between the batches of the first run are not repeated.
     """
-    skipped, batch, is_drawn, before = 0, None, False, global_draws()
-    for batch in itertools.islice(iterator, count):  # noqa: B007 - the last one is looked at
+
+    first: int | None
+    last: int | None
+    is_drawn: bool
+
+
+def _skipped(iterator: Iterator[Any], count: int, *, name: str) -> _Used:
+    """Fetch the batches that were used."""
+    skipped, first, batch, is_drawn, before = 0, None, None, False, global_draws()
+    for batch in itertools.islice(iterator, count):
         skipped += 1
+        first = fingerprint_of(batch) if skipped == 1 else first
         after = global_draws()
         is_drawn, before = before != after, after
     if skipped < count:
@@ -384,15 +432,7 @@ def _skip(
             f"loader {name!r} gives {skipped} batches, but the run was saved after batch {count} of it",
             hint="resume with the same data and the same batch size",
         )
-    is_comparable = is_as_drawn or not is_drawn
-    if mark is not None and is_comparable and mark_of(batch) != mark:
-        _LOG.warning(
-            "batch %d of loader %r is another than in the saved run, so the run does not go on bit for bit: the data or the "
-            "batch size is another, its order is drawn outside the pass, or from a generator that "
-            "manager.batches(..., random=[...]) must name",
-            count,
-            name,
-        )
+    return _Used(first, fingerprint_of(batch), is_drawn)
 
 
 def _is_stateful(parts: LoaderParts, stored: Mapping[str, Any]) -> bool:

@@ -7,6 +7,7 @@ not, so that the policy does.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.policy.save import LastSave
+from ckptmgr.state.paths import StateMismatch
 
 if TYPE_CHECKING:  # a run without snapshots needs none of it
     from ckptmgr.core.handle import SaveHandle
     from ckptmgr.core.model import Checkpoint
     from ckptmgr.files.save.job import SaveFacts
     from ckptmgr.training.kept_states import KeptStates
+
+
+_LOG = logging.getLogger(__name__)
 
 
 class Progress:
@@ -108,11 +113,38 @@ class UnsavedStep(NamedTuple):
     metrics: Mapping[str, float] | None
 
 
+class _Restored(NamedTuple):
+    """A step whose state was restored, with the largest stride of its run, and what it came from."""
+
+    step: int
+    stride: int | None
+    what: str
+
+    def check_first(self, step: int) -> None:
+        """Raise StateMismatch if the first step that ends is no later one; warn of one far later."""
+        if step <= self.step:
+            raise StateMismatch(
+                f"step {step} is the first that ends after {self.what} at step {self.step}, and would overwrite what is newer",
+                hint="begin where the run goes on: start = manager.resume(state), then for step in"
+                ' range(start.next_step, ...); or begin anew, Resume(start="new")',
+            )
+        if self.stride is not None and step - self.step > self.stride:
+            _LOG.warning(
+                "step %d is the first that ends after %s at step %d, and the steps of the run were at most %d apart: does the"
+                " training go on where it was?",
+                step,
+                self.what,
+                self.step,
+                self.stride,
+            )
+
+
 class RunPast:
     """The past of a run, which a resumption or a rollback changes.
 
     `given_up` holds path and commit sequence of the checkpoints that a rollback went back behind;
-    `kept` the snapshots, if there are any.
+    `kept` the snapshots, if there are any; `stride` the largest difference between two steps that
+    ended one after the other, and None before the second one.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -122,6 +154,9 @@ class RunPast:
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
         self.given_up: set[tuple[Path, int]] = set()
+        self.stride: int | None = None
+        self._last_ended: int | None = None
+        self._restored: _Restored | None = None
 
     def saw(self, step: int) -> None:
         """Record a step."""
@@ -130,13 +165,24 @@ class RunPast:
     def ended(
         self, step: int, state: object, epoch: int | None, metrics: Mapping[str, float] | None
     ) -> None:
-        """Record the last step that ended."""
+        """Record the last step that ended.
+
+        Raises:
+            StateMismatch: It is the first one after a resumption or a rollback, and no later one.
+        """
+        if self._restored is not None:
+            self._restored.check_first(step)
+            self._restored = None
+        if self._last_ended is not None and step > self._last_ended:
+            self.stride = max(self.stride or 0, step - self._last_ended)
+        self._last_ended = step
         self.unsaved = UnsavedStep(step, state, epoch, metrics)
         self.seen_step = step
 
     def start_fresh(self) -> None:
         """Reset to the start of a run."""
         self.start_at(0, is_own=False)
+        self._restored = self._last_ended = None
         self.progress = Progress(LastSave(at=self._clock(), is_start=True))
         if self.kept is not None:
             self.kept.costs.begin()
@@ -153,8 +199,15 @@ class RunPast:
         if self.kept is not None:
             self.kept.recent.drop_after(step if is_own else -1)
 
+    def restored_at(self, step: int, *, stride: int | None, what: str) -> None:
+        """Record which step the state is of now; `what` names where it came from."""
+        self.stride = max(filter(None, (stride, self.stride)), default=None)
+        self._last_ended = step
+        self._restored = _Restored(step, stride, what)
+
     def go_back(self, step: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Record a rollback to `step`, which gives up the later ones of `checkpoints`."""
+        self.restored_at(step, stride=self.stride, what="the rollback")
         self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
         if self.kept is not None:
             self.kept.recent.drop_after(step)

@@ -12,6 +12,7 @@ generators and on epoch numbers, of the loader itself or of its sampler and data
 from __future__ import annotations
 
 import inspect
+import itertools
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +21,15 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.state.arrays import is_instance_by_name
+from ckptmgr.formats.file_crc import crc32
+from ckptmgr.state.arrays import array_bytes, framework_of, is_instance_by_name, is_wrapper
 from ckptmgr.state.random import build_generator, generator_kind, generator_state, set_generator
+from ckptmgr.state.torch_memory import torch_bytes
 
 _PARTS = ("sampler", "batch_sampler", "dataset")
 _MAX_DEPTH = 3
 _MOST_ARRAYS, _MOST_NUMBERS = 8, 16  # of a batch, that distinguish it from others
+_BLOCKS, _BLOCK_BYTES = 16, 4096
 _OF_RAY = "ray.train.torch.train_loop_utils"
 _EPOCHS = ("epoch", "iteration", "_epoch")
 
@@ -80,6 +84,11 @@ class LoaderParts:
         """Whether it is a DataLoader of torch, or a subclass."""
         data = sys.modules.get("torch.utils.data")
         return data is not None and isinstance(self.loader, data.DataLoader)
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether other processes fetch its batches."""
+        return bool(getattr(self.loader, "num_workers", 0))
 
     def generators(self, shared_with: Sequence[LoaderParts] | None = None) -> dict[str, object]:
         """Return copies of the generators, by path; of those that are shared, or of all."""
@@ -148,6 +157,62 @@ def mark_of(batch: Any, depth: int = 0) -> int | None:
     if isinstance(batch, np.ndarray) and batch.dtype.kind in "biufc":
         return zlib.crc32(batch.flat[:_MOST_NUMBERS].tobytes())
     return None
+
+
+def fingerprint_of(batch: Any) -> int | None:
+    """Return a CRC32 over samples of the arrays of a batch in host memory; None without any.
+
+    Of each of its first arrays 16 blocks of 4 KiB count, the shape and the type, of others the shape
+    and the type; an array on a device is not waited for.
+    """
+    found, is_known = 0, False
+    for leaf in itertools.islice(_leaves(batch), _MOST_ARRAYS):
+        found = crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), found)
+        content = _host_bytes(leaf)
+        if content is not None:
+            is_known = True
+            for start in _block_starts(len(content)):
+                found = crc32(content[start : start + _BLOCK_BYTES], found)
+    return found if is_known else None
+
+
+def _leaves(batch: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the arrays of a batch: of lists, tuples and mappings, also of classes of their own."""
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if isinstance(batch, list | tuple):
+        for one in batch if depth < _MAX_DEPTH else ():
+            yield from _leaves(one, depth + 1)
+    elif framework_of(batch) is not None:
+        yield batch
+
+
+def _host_bytes(leaf: Any) -> memoryview | None:
+    """Return the bytes of an array in host memory; of one with gaps those of two rows."""
+    torch: Any = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(leaf, torch.Tensor):
+            from ckptmgr.state.torch_values import is_plain
+
+            if not (leaf.is_cpu and is_plain(leaf)) or is_wrapper(leaf):
+                return None
+            if not leaf.is_contiguous():
+                leaf = torch.stack([leaf[0], leaf[-1]])
+            return torch_bytes(leaf)
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            is_whole = leaf.flags.c_contiguous
+            rows = leaf if is_whole else np.stack([leaf[0], leaf[-1]])
+            return array_bytes(rows)
+    except (RuntimeError, ValueError, IndexError):  # no rows
+        return None
+    return None
+
+
+def _block_starts(size: int) -> Sequence[int]:
+    """Return the offsets of evenly spread blocks, the last one at the end."""
+    if size <= _BLOCKS * _BLOCK_BYTES:
+        return range(0, size, _BLOCK_BYTES)
+    return [index * (size - _BLOCK_BYTES) // (_BLOCKS - 1) for index in range(_BLOCKS)]
 
 
 def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:

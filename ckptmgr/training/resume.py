@@ -40,6 +40,7 @@ from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.read_back import ReadBack
+from ckptmgr.state.surroundings import Surroundings
 from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MANY_STARTS = 3
+_MOST_SHOWN = 8
 _Loaded = TypeVar("_Loaded")
 Fetch = Callable[[Checkpoint | None, Sequence[Checkpoint], Set[str]], "Fetched"]
 
@@ -373,7 +375,7 @@ def _resume_state(
 ) -> Resumption:
     started = time.perf_counter()
     writer.prepare()
-    _check_storable(state, writer)
+    objects = _storable_objects(state, writer)
     candidates = StateCandidates(
         reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
     )
@@ -395,11 +397,16 @@ def _resume_state(
                 hint="start as many processes; or go on in a loop of your own, with CheckpointManager and its batches, which "
                 "begins the pass anew",
             )
-        restore_data = data.plan_restore(loaded.data, is_own=is_own)
-        restore = loaded.plan_restore(state, read_back_of(how))
+        restore_data = data.plan_restore(loaded.data, is_own=is_own, may_differ=how.may_differ)
+        seen = Surroundings.from_text(loaded.seen)
+        if seen is not None:
+            seen.check_groups(objects, path=checkpoint.path)
+        comparison = read_back_of(how)
+        restore = loaded.plan_restore(state, comparison)
     random = None if is_own or writer.is_first or checkpoint.shards else GlobalRandom().state_dict()
     with writer.commit.all_prepared(is_changing=True):
         restored = restore()
+    _compare_surroundings(seen, objects, comparison, checkpoint)
     restore_data()
     if random is not None:  # of a file of one process, only rank 0 takes the random numbers
         GlobalRandom().load_state_dict(random)
@@ -411,6 +418,8 @@ def _resume_state(
     writer.continue_from(checkpoint, loaded.manifest)
     is_of_run = checkpoint.run_id == writer.run_id
     past.start_at(checkpoint.step, is_own=is_of_run)
+    stride = None if seen is None else seen.stride
+    past.restored_at(checkpoint.step, stride=stride, what="the resumption")
     past.resumed(checkpoint, is_own=is_of_run, load_s=time.perf_counter() - started)
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
@@ -429,6 +438,35 @@ def _resume_state(
         is_inside_epoch=data.is_inside_pass,
         fetched_from=fetched_from,
     )
+
+
+def _compare_surroundings(
+    seen: Surroundings | None,
+    objects: Sequence[tuple[str, object]],
+    how: ReadBack,
+    checkpoint: Checkpoint,
+) -> None:
+    """Set the flags of the modules, and warn of what the program or the process has otherwise."""
+    if seen is None:
+        _LOG.info(
+            "%s: flags, options and steps are not compared: none are recorded", checkpoint.path
+        )
+        return
+    flags = seen.set_flags(objects, lambda name, flag: how.accepts(f"{name}/{flag}"))
+    if flags:
+        _LOG.warning(
+            "flags were set otherwise than in the saved run, and are now as stored: %s. To keep those of the"
+            ' program: Resume(may_differ=["requires_grad", "training"])',
+            _some(flags),
+        )
+    options = seen.other_options()
+    if options:
+        _LOG.warning("the run goes on otherwise than it was saved: %s", _some(options))
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
+    return "; ".join(texts[:_MOST_SHOWN]) + more
 
 
 def _find_with_mirror(
@@ -468,16 +506,20 @@ def _find_with_mirror(
     return replace(found, skipped=(*found.skipped, *there), doubt=doubt), fetched
 
 
-def _check_storable(state: object, writer: SeriesWriter) -> None:
-    """Raise UnsupportedState now for what would fail the first save, on all ranks."""
+def _storable_objects(state: object, writer: SeriesWriter) -> Sequence[tuple[str, object]]:
+    """Return the objects in a state, each with its name.
+
+    Raises:
+        UnsupportedState: On all ranks, what would fail the first save.
+    """
     with writer.commit.all_prepared():
-        check_storable(state)
+        return check_storable(state)
 
 
 def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
     """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
-    _check_storable(state, writer)
+    _storable_objects(state, writer)
     writer.start_anew()
     past.start_fresh()
     return Resumption.fresh(state)

@@ -19,7 +19,7 @@ from ckptmgr.core.arguments import (
     resolve_state,
 )
 from ckptmgr.core.handle import SaveHandle
-from ckptmgr.files.load.state import DATA, as_held_here, state_metadata
+from ckptmgr.files.load.state import DATA, SEEN, as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.gc_pause import gc_paused_if_short
@@ -27,6 +27,7 @@ from ckptmgr.observe.observers import SaveWatch
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.state.arrays import named_tensors
+from ckptmgr.state.surroundings import Surroundings
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.run import Run
 
@@ -127,7 +128,8 @@ class StateSaver:
         )
         flat = tree.flatten(resolve_state(last.state), run.team.slicer)
         job = self._filled(
-            SaveJob(naming=naming, facts=facts), replace(as_held_here(flat), slices={})
+            SaveJob(naming=naming, facts=facts),
+            replace(as_held_here(flat), slices={}, objects=flat.objects),
         )
         with run.observers.watch(series=writer.series, step=step, why=why) as watch:
             try:
@@ -149,6 +151,9 @@ class StateSaver:
 
                 items = join_items(items, named_tensors(append))
             metadata = state_metadata(flat)
+            seen = Surroundings.of(flat.objects, weak=flat.weak, stride=self._past.stride).to_text()
+            if seen is not None:
+                metadata[SEEN] = seen
             data = None if self.data is None else self.data.to_text(job.facts.step)
             if data is not None:
                 metadata[DATA] = data

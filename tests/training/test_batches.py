@@ -26,7 +26,7 @@ from ckptmgr import (
     UnsupportedState,
     load_state,
 )
-from ckptmgr.training.loaders import mark_of
+from ckptmgr.training.loaders import fingerprint_of
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 PER_EPOCH, LAST = 4, 10
@@ -526,20 +526,6 @@ def test_loader_with_other_generators_is_refused(tmp_path: Path) -> None:
             list(manager.batches([1, 2]))
 
 
-def test_order_that_was_drawn_outside_the_pass_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def run(last: int) -> None:
-        with saving(tmp_path) as manager:
-            train(
-                [{"x": (part,)} for part in np.split(np.random.permutation(12), 4)], last, manager
-            )
-
-    run(2)
-    run(3)
-    assert "batch 2 of loader 'batches' is another than in the saved run" in caplog.text
-
-
 def test_batches_with_noise_that_come_one_ahead_are_recognised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -549,14 +535,9 @@ def test_batches_with_noise_that_come_one_ahead_are_recognised(
     assert "is another than in the saved run" not in caplog.text
 
 
-@pytest.mark.parametrize("batch", [5, "text", [], np.array(["a"]), [[[[np.ones(1)]]]]], ids=repr)
-def test_batch_without_numbers_has_no_mark(batch: object) -> None:
-    assert mark_of(batch) is None
-
-
-def test_batch_on_a_device_has_no_mark() -> None:
+def test_batch_on_a_device_has_no_fingerprint() -> None:
     torch: Any = pytest.importorskip("torch")
-    assert mark_of([torch.ones(1, device="meta")]) is None
+    assert fingerprint_of([torch.ones(1, device="meta")]) is None
 
 
 def test_loader_that_is_its_own_dataset_is_looked_at_once(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.regions import Interval, Region, region_shape
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
-from ckptmgr.files.load.state import DATA, SKELETON, StoredState
+from ckptmgr.files.load.state import DATA, SEEN, SKELETON, StoredState
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.objects.places import place_of
 from ckptmgr.state import tree
@@ -129,6 +129,7 @@ class _Reading:
             manifest=self._files.manifest,
             kept=kept,
             data=self._files.metadata(self._home).get(DATA),
+            seen=self._files.metadata(self._home).get(SEEN),
         )
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:

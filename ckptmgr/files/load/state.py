@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +42,8 @@ SKELETON_CRC = "ckptmgr.tree_crc32"
 """Decimal CRC-32 of the skeleton's UTF-8 text, in safetensors files that have MindSpore's CRC."""
 
 
+SEEN = "ckptmgr.seen"
+"""What the training of a state depends on besides; see `state.surroundings`."""
 DATA = "ckptmgr.data"
 """Where the data loaders of a run stand, beside its state; other programs need not know it."""
 
@@ -107,7 +109,7 @@ def _crc_of(skeleton: str) -> int:
 def as_held_here(flat: tree.FlatState) -> tree.FlatState:
     """Return a state whose skeleton has the shapes of this process's slices, not of tensors."""
     lengths = {name: one.lengths for name, one in flat.slices.items()}
-    return replace(flat, skeleton=with_shapes(flat.skeleton, lengths))
+    return replace(flat, skeleton=with_shapes(flat.skeleton, lengths), objects=())
 
 
 def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:
@@ -129,7 +131,8 @@ class StoredState:
     """The verified content of a checkpoint; `skeleton` is None in a file of plain named tensors.
 
     `kept` lists paths in the state that no rank saved for this process, and that stay as they are.
-    `data` says where the data loaders of the run stood, if it was saved with them.
+    `data` says where the data loaders of the run stood, if it was saved with them, and `seen` what
+    its training depends on besides; see `state.surroundings`.
     """
 
     path: Path
@@ -138,6 +141,7 @@ class StoredState:
     manifest: Manifest | None
     kept: tuple[str, ...] = ()
     data: str | None = None
+    seen: str | None = None
 
     @classmethod
     def read(
@@ -168,8 +172,10 @@ class StoredState:
             arrays = {name: one for name, one in values.items() if isinstance(one, np.ndarray)}
         else:
             arrays = read_arrays(opened, choose=choose, check_crc=has_crc)
-        data = opened.metadata.get(DATA)
-        return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest, data=data)
+        data, seen = opened.metadata.get(DATA), opened.metadata.get(SEEN)
+        return cls(
+            path=path, skeleton=skeleton, arrays=arrays, manifest=manifest, data=data, seen=seen
+        )
 
     def cut(self, only: Sequence[str]) -> StoredState:
         """Return these parts of the state."""
@@ -188,7 +194,7 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return plan_put_back(state, self.skeleton, self._array, how)
+            return plan_put_back(state, self.skeleton, self._array, how, weak=weak_in(self.seen))
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -248,11 +254,26 @@ def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> st
         raise StateMismatch(error.message, path=path, hint=error.hint) from None
 
 
+def weak_in(seen: str | None) -> Collection[str] | None:
+    """Return the names of the weakly typed arrays of a state; None where they are not known."""
+    if seen is None:
+        return None
+    from ckptmgr.state.surroundings import Surroundings
+
+    found = Surroundings.from_text(seen)
+    return None if found is None or found.weak is None else frozenset(found.weak)
+
+
 def plan_put_back(
-    state: object, skeleton: str, read: ReadTensor, how: ReadBack | None = None
+    state: object,
+    skeleton: str,
+    read: ReadTensor,
+    how: ReadBack | None = None,
+    *,
+    weak: Collection[str] | None = None,
 ) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
-        return tree.plan_restore(state, skeleton, read, how)
+        return tree.plan_restore(state, skeleton, read, how, weak=weak)
     restored = tree.unflatten(skeleton, read)
     return lambda: restored
