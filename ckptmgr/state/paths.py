@@ -106,6 +106,11 @@ class Path:
         )
         return "state" + "".join(parts)
 
+    @property
+    def is_part(self) -> bool:
+        """Whether it is of a part of the state, and not of the whole."""
+        return self._parent is not None
+
     def tensor_name(self) -> str:
         """Return the stored name of a tensor at this path (the caller makes it unique)."""
         if self._parent is None:

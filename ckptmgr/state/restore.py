@@ -8,9 +8,10 @@ carried out. Random number generators come last, because loading other objects m
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,7 @@ from ckptmgr.state.fill import (
     with_values,
 )
 from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.growth import as_rows, is_empty, takes_rows, with_entries
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, placed_as, rebuild_array
 from ckptmgr.state.optimizers import optimizer_problems, schedule_problems
 from ckptmgr.state.paths import Path, TreeError, mismatch
@@ -49,7 +51,9 @@ from ckptmgr.state.read_back import READ_BACK, Comparison, ReadBack, Tags, froze
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
+from ckptmgr.state.surroundings import Surroundings
 
+_LOG = logging.getLogger(__name__)
 _NUMBERS = frozenset({bool, int, float, complex})
 
 
@@ -58,7 +62,7 @@ class Restorer:
 
     Args:
         read_contents: Called with a stored value before the contents of arrays in it are compared.
-        weak: As for `tree.plan_restore`.
+        seen: As for `tree.plan_restore`.
 
     Attributes:
         shared: The objects and the memory that are filled.
@@ -70,9 +74,10 @@ class Restorer:
         self,
         *,
         read_contents: Callable[[object], None] = lambda _: None,
-        weak: Collection[str] | None = None,
+        seen: Surroundings | None = None,
     ) -> None:
-        self._weak = weak
+        self._seen = seen or Surroundings()
+        self._grown: list[str] = []
         self.shared = SharedTargets(read_contents=read_contents)
         self._read_contents = read_contents
         self._differences: list[str] = []
@@ -117,6 +122,8 @@ class Restorer:
             StateMismatch: The restored state is another than the stored one.
         """
         how = how or READ_BACK
+        if self._grown:
+            _LOG.warning("took what is stored into what is empty here: %s", ", ".join(self._grown))
         stored = frozen(self._stored) if how.is_on else None
         fill_all([one for one in self.fills if id(one.stored) not in self.filled])
         restored = restored_by(self._steps)
@@ -149,6 +156,10 @@ class Restorer:
             return Value(stored)
         if kind in _NUMBERS and _is_single(stored):  # as of jit, or a loss that became a tensor
             return Value(stored)
+        if path.is_part and is_empty(target) and self._may_grow(path):
+            grown = self._plan_growth(target, stored, path)
+            if grown is not None:
+                return grown
         if kind is dict and isinstance(stored, dict):
             self._claim(target, stored, path)
             return self._plan_mapping(target, stored, path)
@@ -188,6 +199,33 @@ class Restorer:
         if record is not None:
             return self._plan_record(record, target, stored, path)
         return self._differ_in_type(path, target, stored)
+
+    def _may_grow(self, path: Path) -> bool:
+        """Return whether a container was empty when the saved run began, or nothing says so."""
+        empty = self._seen.empty
+        return empty is None or path.tensor_name() in empty
+
+    def _plan_growth(self, target: Any, stored: Any, path: Path) -> Plan | None:
+        """Return how an empty container or array takes what is stored; None if it is another kind."""
+        if takes_rows(target, stored):
+            grown: Plan = Value(as_rows(target, stored))
+        elif isinstance(target, MutableMapping) and isinstance(stored, Mapping) and stored:
+            grown = Step(0, lambda _: with_entries(target, stored))
+        elif isinstance(target, list | tuple) and isinstance(stored, list | tuple) and stored:
+            grown = Step(0, lambda _: with_values(target, stored))
+        elif isinstance(stored, Mapping) and stored and framework_of(target) is None:
+            record = record_of(target)
+            put = None if record is None else record.put
+            if put is None:
+                return None
+            grown = Step(0, lambda _: put(target, stored))
+        else:
+            return None
+        if framework_of(target) is None:
+            self._claim(target, stored, path)
+        if self._seen.empty is None and not is_history(stored):
+            self._grown.append(str(path))
+        return grown
 
     def _plan_record(self, record: Record, target: Any, stored: Any, path: Path) -> Plan:
         if record.is_mutable:
@@ -313,7 +351,7 @@ class Restorer:
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
             return Step(0, lambda _: fill_mindspore(target, stored))
-        weak = self._weak
+        weak = self._seen.weak
         is_weak = target.weak_type if weak is None else path.tensor_name() in weak
         return Step(0, lambda _: placed_as(target, stored, is_weak=is_weak))
 

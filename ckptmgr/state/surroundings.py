@@ -43,6 +43,8 @@ class Surroundings:
         groups: Name of a torch optimizer in the state to the changes of each of its groups, over
             the parameters of all modules of the state.
         weak: Names of the weakly typed arrays of JAX; None where there are no arrays of JAX.
+        empty: Names of the containers and arrays that were empty when the run began; None where it did
+            not say how it began.
         process: Options of the process.
         stride: The largest difference between two steps that ended one after the other; None if only
             one has.
@@ -51,18 +53,25 @@ class Surroundings:
     flags: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     groups: Mapping[str, Sequence[Sequence[int]]] = field(default_factory=dict)
     weak: Sequence[str] | None = None
+    empty: Sequence[str] | None = None
     process: Mapping[str, str] = field(default_factory=dict)
     stride: int | None = None
 
     @classmethod
     def of(
-        cls, objects: _Objects, *, weak: Sequence[str] | None = None, stride: int | None = None
+        cls,
+        objects: _Objects,
+        *,
+        weak: Sequence[str] | None = None,
+        empty: Sequence[str] | None = None,
+        stride: int | None = None,
     ) -> Surroundings:
         """Return those of the objects in a state, each with its name."""
         return cls(
             flags={name: _flags_of(one) for name, one in objects if _is_module(one)},
             groups=dict(_groups_of(objects)),
             weak=weak,
+            empty=empty,
             process=_process_options(),
             stride=stride,
         )
@@ -93,7 +102,7 @@ class Surroundings:
         lists: list[object] = [one for flags in self.flags.values() for one in flags.values()]
         lists += [one for groups in self.groups.values() for one in groups]
         is_numbers = all(type(number) is int for one in lists for number in one)  # type: ignore[attr-defined]
-        texts = [*(self.weak or ()), *self.process, *self.process.values()]
+        texts = [*(self.weak or ()), *(self.empty or ()), *self.process, *self.process.values()]
         is_step = self.stride is None or type(self.stride) is int
         if not (is_numbers and is_step and all(type(one) is str for one in texts)):
             raise ValueError("a value of another type")
@@ -101,7 +110,11 @@ class Surroundings:
     def to_text(self) -> str | None:
         """Return the text; None where all facts are as by default."""
         held = ((name, getattr(self, name)) for name in self.__slots__)
-        body = {name: one for name, one in held if one or (name == "weak" and one is not None)}
+        body = {
+            name: one
+            for name, one in held
+            if one or (name in ("weak", "empty") and one is not None)
+        }
         return json.dumps({"version": _VERSION, **body}) if body else None
 
     def check_groups(self, objects: _Objects, *, path: Path) -> None:

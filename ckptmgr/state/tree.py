@@ -48,7 +48,7 @@ a lone transposed array comes back C-contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # one process has no slices, and a save needs nothing that re
     from ckptmgr.state.read_back import ReadBack
     from ckptmgr.state.slices import Slice, Slicer
     from ckptmgr.state.stored_arrays import ReadTensor
+    from ckptmgr.state.surroundings import Surroundings
 
 __all__ = [
     "FlatState",
@@ -183,18 +184,19 @@ def plan_restore(
     read: ReadTensor,
     how: ReadBack | None = None,
     *,
-    weak: Collection[str] | None = None,
+    seen: Surroundings | None = None,
 ) -> Callable[[], object]:
     """Read all tensors and compare them with the target; return a function that then restores.
 
-    `weak` has the names of the weakly typed arrays of JAX; with None they are those of the target.
+    `seen` has the names of the weakly typed arrays of JAX, and of the containers that were empty
+    when the run began; with None they are those of the target.
 
     Raises:
         StateMismatch, TreeError: As `restore`.
     """
     from ckptmgr.state.restore import Restorer
 
-    restorer = Restorer(weak=weak)
+    restorer = Restorer(seen=seen)
     with gc_paused():
         restorer.plan(target, unflatten(skeleton, read))
     return partial(restorer.carry_out, how)
@@ -208,7 +210,7 @@ class Restoration:
         skeleton: As for `restore`.
         read: Returns an array for each tensor, whose content need not be read yet.
         fill: Reads the content of a tensor now.
-        weak: As for `plan_restore`.
+        seen: As for `plan_restore`.
 
     Attributes:
         direct: Tensor name to the target's memory, where that memory is the only use of the
@@ -225,7 +227,7 @@ class Restoration:
         read: ReadTensor,
         *,
         fill: Callable[[str], None],
-        weak: Collection[str] | None = None,
+        seen: Surroundings | None = None,
     ) -> None:
         from ckptmgr.state.destinations import disjoint, memory_of
         from ckptmgr.state.restore import Restorer
@@ -233,7 +235,7 @@ class Restoration:
 
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer(read_contents=unflattener.arrays.read_contents, weak=weak)
+            self._restorer = Restorer(read_contents=unflattener.arrays.read_contents, seen=seen)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one

@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.policy.save import LastSave
+from ckptmgr.state.growth import built
 from ckptmgr.state.paths import StateMismatch
 
 if TYPE_CHECKING:  # a run without snapshots needs none of it
     from ckptmgr.core.handle import SaveHandle
     from ckptmgr.core.model import Checkpoint
     from ckptmgr.files.save.job import SaveFacts
+    from ckptmgr.state.growth import Built
+    from ckptmgr.state.tree import FlatState
     from ckptmgr.training.kept_states import KeptStates
 
 
 _LOG = logging.getLogger(__name__)
+_MOST_SHOWN = 8
 
 
 class Progress:
@@ -144,7 +148,8 @@ class RunPast:
 
     `given_up` holds path and commit sequence of the checkpoints that a rollback went back behind;
     `kept` the snapshots, if there are any; `stride` the largest difference between two steps that
-    ended one after the other, and None before the second one.
+    ended one after the other, and None before the second one; `empty` names what was empty in the
+    state when the run began, and is None before a resumption.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -155,6 +160,9 @@ class RunPast:
         self.unsaved: UnsavedStep | None = None
         self.given_up: set[tuple[Path, int]] = set()
         self.stride: int | None = None
+        self.empty: Sequence[str] | None = None
+        self._built: Built | None = None
+        self._seen_size = -1
         self._last_ended: int | None = None
         self._restored: _Restored | None = None
 
@@ -198,6 +206,26 @@ class RunPast:
         self.unsaved = None
         if self.kept is not None:
             self.kept.recent.drop_after(step if is_own else -1)
+
+    def began(self, given: Built, empty: Iterable[str] = ()) -> None:
+        """Record the state that a resumption was given, and what was empty when the run began."""
+        self.empty = tuple(sorted({*given.empty, *empty}))
+        self._built, self._seen_size = given, -1
+
+    def check_keys(self, state: object, flat: FlatState) -> None:
+        """Warn once of entries that a restart of the program could not take."""
+        size = flat.skeleton.count(",")  # of the structure, whatever the values are
+        if self._built is None or size == self._seen_size:
+            return
+        self._seen_size = size
+        later = sorted(self._built.later_keys(built(state)))
+        if later:
+            self._built = None
+            _LOG.warning(
+                "a restart could not take %s: the state that resume was given has no such entries. Build it with"
+                " them, as None or empty",
+                ", ".join(later[:_MOST_SHOWN]),
+            )
 
     def restored_at(self, step: int, *, stride: int | None, what: str) -> None:
         """Record which step the state is of now; `what` names where it came from."""

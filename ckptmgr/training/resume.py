@@ -39,6 +39,7 @@ from ckptmgr.series.candidates import (
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.global_random import GlobalRandom
+from ckptmgr.state.growth import built
 from ckptmgr.state.read_back import ReadBack
 from ckptmgr.state.surroundings import Surroundings
 from ckptmgr.state.tree import check_storable
@@ -376,6 +377,7 @@ def _resume_state(
     started = time.perf_counter()
     writer.prepare()
     objects = _storable_objects(state, writer)
+    given = built(state)
     candidates = StateCandidates(
         reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
     )
@@ -384,6 +386,7 @@ def _resume_state(
     if found.newest is None:
         writer.start_anew()
         past.start_fresh()
+        past.began(given)
         data.forget()
         return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
@@ -420,6 +423,7 @@ def _resume_state(
     past.start_at(checkpoint.step, is_own=is_of_run)
     stride = None if seen is None else seen.stride
     past.restored_at(checkpoint.step, stride=stride, what="the resumption")
+    past.began(given, () if seen is None else seen.empty or ())
     past.resumed(checkpoint, is_own=is_of_run, load_s=time.perf_counter() - started)
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
@@ -522,4 +526,5 @@ def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resump
     _storable_objects(state, writer)
     writer.start_anew()
     past.start_fresh()
+    past.began(built(state))
     return Resumption.fresh(state)

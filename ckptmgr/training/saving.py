@@ -89,6 +89,7 @@ class StateSaver:
         else:
             size_bytes = flat.size_bytes
             end_pause_if_long(size_bytes)
+            self._past.check_keys(given, flat)
             for one in self._run.companions:
                 one.save_asked(self._writer, size_bytes)
             job = self._filled(job, flat)
@@ -151,7 +152,10 @@ class StateSaver:
 
                 items = join_items(items, named_tensors(append))
             metadata = state_metadata(flat)
-            seen = Surroundings.of(flat.objects, weak=flat.weak, stride=self._past.stride).to_text()
+            past = self._past
+            seen = Surroundings.of(
+                flat.objects, weak=flat.weak, empty=past.empty, stride=past.stride
+            ).to_text()
             if seen is not None:
                 metadata[SEEN] = seen
             data = None if self.data is None else self.data.to_text(job.facts.step)

@@ -20,7 +20,7 @@ from ckptmgr.core.notes import add_note
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.load.bulk import fill_arrays, read_through
 from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.files.load.state import DATA, SEEN, weak_in
+from ckptmgr.files.load.state import DATA, SEEN, surroundings_in
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.tensor import flat_memory
@@ -116,8 +116,8 @@ def in_place(
         read_tensor_into(opened.source, entries[name], flat_memory(arrays[name]))
 
     with contextlib.suppress(CkptmgrError, FormatError, CryptoError):
-        weak = weak_in(opened.metadata.get(SEEN))
-        plan = Restoration(state, skeleton, read, fill=fill, weak=weak)
+        seen = surroundings_in(opened.metadata.get(SEEN))
+        plan = Restoration(state, skeleton, read, fill=fill, seen=seen)
         # A bool is checked again when it is read, which may be too late.
         for name in [name for name in plan.direct if arrays[name].dtype == np.bool_]:
             del plan.direct[name]

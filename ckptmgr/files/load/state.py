@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.state.read_back import ReadBack
     from ckptmgr.state.slices import Slice
     from ckptmgr.state.stored_arrays import ReadTensor
+    from ckptmgr.state.surroundings import Surroundings
 
 _OWN_PREFIX = "ckptmgr."
 # Metadata of a safetensors file: for which library it is, and MindSpore's CRC32.
@@ -194,7 +195,9 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return plan_put_back(state, self.skeleton, self._array, how, weak=weak_in(self.seen))
+            return plan_put_back(
+                state, self.skeleton, self._array, how, seen=surroundings_in(self.seen)
+            )
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -254,14 +257,13 @@ def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> st
         raise StateMismatch(error.message, path=path, hint=error.hint) from None
 
 
-def weak_in(seen: str | None) -> Collection[str] | None:
-    """Return the names of the weakly typed arrays of a state; None where they are not known."""
+def surroundings_in(seen: str | None) -> Surroundings | None:
+    """Return the surroundings of a state; None where they are not known."""
     if seen is None:
         return None
     from ckptmgr.state.surroundings import Surroundings
 
-    found = Surroundings.from_text(seen)
-    return None if found is None or found.weak is None else frozenset(found.weak)
+    return Surroundings.from_text(seen)
 
 
 def plan_put_back(
@@ -270,10 +272,10 @@ def plan_put_back(
     read: ReadTensor,
     how: ReadBack | None = None,
     *,
-    weak: Collection[str] | None = None,
+    seen: Surroundings | None = None,
 ) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
-        return tree.plan_restore(state, skeleton, read, how, weak=weak)
+        return tree.plan_restore(state, skeleton, read, how, seen=seen)
     restored = tree.unflatten(skeleton, read)
     return lambda: restored
