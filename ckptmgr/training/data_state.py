@@ -115,6 +115,7 @@ class DataState(Companion):
         self._ended = 0  # passes since the restore
         self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
+        self.pass_ended: Callable[[int], None] = lambda _: None
         self._may_differ: Collection[str] = ()
         self.is_inside_pass = False  # at the restore
 
@@ -268,14 +269,25 @@ class DataState(Companion):
                 place.thread = threading.get_ident()
                 place.fingerprint = fingerprint_of(batch)
                 yield batch
+            self._say_ended(name, place)
             is_empty = place.count == first
             if is_empty and at_save and continued and _is_stateful(parts, continued):
                 # It may have drawn the numbers that the first run drew before the save.
                 self._put_back(parts, at_save, name)
             place.is_open = False
             self._ended += 1
+        except GeneratorExit:  # the loop was left by `break`, and the next line of it has not run
+            self._say_ended(name, place)
+            raise
         finally:
             place.is_iterated = False
+
+    def _say_ended(self, name: str, place: _Pass) -> None:
+        """Say that a pass has ended, if the last step that ended had the last batch of it."""
+        noted = self._noted
+        at = None if noted is None else noted.places.get(name)
+        if noted is not None and at is not None and at.of is place and at.batches == place.count:
+            self.pass_ended(noted.step)
 
     def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:
         """Yield batches; note the random numbers before a fetch that is one batch ahead.

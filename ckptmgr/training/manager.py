@@ -59,10 +59,12 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.state.tree import FlatState
     from ckptmgr.training.catalog import Catalog
     from ckptmgr.training.data_state import Batches, DataState
+    from ckptmgr.training.history import UnsavedStep
     from ckptmgr.training.kept_states import KeptStates
     from ckptmgr.training.notebook import NotebookView
     from ckptmgr.training.old_names import OldOptions, OldResume
     from ckptmgr.training.preemption import Preemption
+    from ckptmgr.training.put_aside import PutAside
     from ckptmgr.training.resume import Resumption
 
 
@@ -172,6 +174,7 @@ class CheckpointManager:
         self._mirror = run.uploads(mirror, self._writer, below=given)
         self._snapshots, self._stop = options.snapshots, options.stop
         self._preemption: Preemption | None = None
+        self._aside: PutAside | None = None
         if self._snapshots != Snapshots():
             self._keep_states()
         if self._stop != Stop():
@@ -217,6 +220,13 @@ class CheckpointManager:
 
             self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
             self._run.companions.append(self._saver.data)
+            if not self._run.team.is_many:  # ranks would decide one by one
+                from ckptmgr.training.put_aside import PutAside
+
+                aside = PutAside(self._past, self._engine, self._flattened, self._saver.texts)
+                self._saver.data.pass_ended = aside.pass_ended
+                self._run.companions.append(aside)
+                self._aside = aside
         return self._saver.data
 
     @property
@@ -712,6 +722,7 @@ class CheckpointManager:
             if self._config.exception_save and last is not None:
                 from ckptmgr.training.breakpoints import save_last_step
 
+                last = self._as_it_ended(last)
                 save_last_step(error, last, saver=self._saver, engine=self._engine)
         finally:
             self._close_after(error)
@@ -722,6 +733,10 @@ class CheckpointManager:
         except Exception as failure:
             add_note(error, f"ckptmgr: a save in the background failed: {failure}")
 
+    def _as_it_ended(self, last: UnsavedStep) -> UnsavedStep:
+        """Return the last step with the state that it had when its pass ended, if that was copied."""
+        return last if self._aside is None else last._replace(state=self._aside.state_of(last))
+
     def _save_last_step(self) -> None:
         past = self._past
         unsaved, past.unsaved = past.unsaved, None
@@ -729,6 +744,6 @@ class CheckpointManager:
             return
         is_preempted = self._preemption is not None and self._preemption.is_decided
         if self._due.at_end(past.seen_step, is_preempted=is_preempted):
-            step, state, epoch, metrics = unsaved
+            step, state, epoch, metrics = self._as_it_ended(unsaved)
             why = "preempted" if is_preempted else "end"
             self.save(step, state, epoch=epoch, metrics=metrics, why=why)

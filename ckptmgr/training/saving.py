@@ -29,6 +29,7 @@ from ckptmgr.state import tree
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.state.surroundings import Surroundings
 from ckptmgr.training.history import RunPast, UnsavedStep
+from ckptmgr.training.put_aside import HeldState
 from ckptmgr.training.run import Run
 
 if TYPE_CHECKING:  # a run without loaders needs none of it
@@ -77,6 +78,7 @@ class StateSaver:
         why: str,
     ) -> SaveHandle | None:
         now = self._run.clock()
+        held = state if isinstance(state, HeldState) else None
         given, flat = self._flattened(state)
         self._past.saw(step)
         self._writer.prepare()  # the lease, before the choice of a name
@@ -89,10 +91,11 @@ class StateSaver:
         else:
             size_bytes = flat.size_bytes
             end_pause_if_long(size_bytes)
-            self._past.check_keys(given, flat)
+            if held is None:
+                self._past.check_keys(given, flat)
             for one in self._run.companions:
                 one.save_asked(self._writer, size_bytes)
-            job = self._filled(job, flat)
+            job = self._filled(job, flat, held)
         handle = self._run.engine.run(job, self._writer, watch=watch, state=given)
         if handle is not None:
             self._past.progress.note(handle, facts, at=now)
@@ -127,10 +130,12 @@ class StateSaver:
             why=why,
             metrics=checked_metrics(last.metrics),
         )
-        flat = tree.flatten(resolve_state(last.state), run.team.slicer)
+        held = last.state if isinstance(last.state, HeldState) else None
+        flat = held.flat if held else tree.flatten(resolve_state(last.state), run.team.slicer)
         job = self._filled(
             SaveJob(naming=naming, facts=facts),
             replace(as_held_here(flat), slices={}, objects=flat.objects),
+            held,
         )
         with run.observers.watch(series=writer.series, step=step, why=why) as watch:
             try:
@@ -140,7 +145,17 @@ class StateSaver:
                 if rank is not None:
                     writer.close()
 
-    def _filled(self, job: SaveJob, flat: tree.FlatState) -> SaveJob:
+    def texts(self, flat: tree.FlatState, step: int) -> dict[str, str]:
+        """Return the texts beside the skeleton of a state: its surroundings, and the loaders."""
+        past = self._past
+        seen = Surroundings.of(flat.objects, weak=flat.weak, empty=past.empty, stride=past.stride)
+        texts = {
+            SEEN: seen.to_text(),
+            DATA: None if self.data is None else self.data.to_text(step),
+        }
+        return {name: text for name, text in texts.items() if text is not None}
+
+    def _filled(self, job: SaveJob, flat: tree.FlatState, held: HeldState | None = None) -> SaveJob:
         """Return the job with a state, and the appended values; or with the error."""
         items: list[Item] = [*flat.tensors]
         store = self._writer.store
@@ -151,16 +166,8 @@ class StateSaver:
                 from ckptmgr.files.serialization import join_items
 
                 items = join_items(items, named_tensors(append))
-            metadata = state_metadata(flat)
-            past = self._past
-            seen = Surroundings.of(
-                flat.objects, weak=flat.weak, empty=past.empty, stride=past.stride
-            ).to_text()
-            if seen is not None:
-                metadata[SEEN] = seen
-            data = None if self.data is None else self.data.to_text(job.facts.step)
-            if data is not None:
-                metadata[DATA] = data
+            texts = self.texts(flat, job.facts.step) if held is None else held.texts
+            metadata = {**state_metadata(flat), **texts}
         except Exception as error:
             if not self._run.team.is_many:
                 raise
@@ -173,6 +180,8 @@ class StateSaver:
         With one process the error is raised.
         """
         given, team = state, self._run.team
+        if isinstance(state, HeldState):
+            return _Flattened(None, state.flat)
         try:
             given = resolve_state(state)
             flat = tree.flatten(given, team.slicer)
