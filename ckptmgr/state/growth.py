@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 from ckptmgr.state.arrays import framework_of
+from ckptmgr.state.configs import is_config
 from ckptmgr.state.jax_shards import placed_as
 from ckptmgr.state.paths import Path
 from ckptmgr.state.records import is_nnx, record_of
@@ -106,16 +107,14 @@ def as_rows(target: Any, stored: Any) -> object:
 
 def _entries(value: Any) -> object:
     """Return a container, or the fields of a record; None for every other value."""
-    if isinstance(value, list | tuple | deque):
-        return value
-    if isinstance(value, Mapping) and not is_nnx(value):
+    if is_nnx(value) or is_config(value):
+        return None
+    if isinstance(value, list | tuple | deque | Mapping):
         return value
     if hasattr(value, "state_dict") or hasattr(value, "load_state_dict"):
         return None
     record = record_of(value)
-    if record is None or record.put is None or is_nnx(value):
-        return None
     try:
-        return record.content(value)
+        return None if record is None or record.put is None else record.content(value)
     except ValueError:  # a field is not set
         return None

@@ -108,20 +108,25 @@ def _unwrapped(optimizer: Any) -> Any:
     return inner if torch and isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def loads_as_stored(one: Any) -> bool:
+    """Return whether torch itself loads the state of an optimizer, and no hook rewrites it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(one, torch.optim.Optimizer):
+        return False
+    one = _unwrapped(one)
+    is_torchs = type(one).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return is_torchs and not getattr(one, "_optimizer_load_state_dict_pre_hooks", None)
+
+
 def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _Problems:
     """Yield the path and the sentence of what torch's `load_state_dict` would take, or raise late.
 
     Only optimizers whose state torch itself loads, as it is stored, are compared.
     """
-    torch = sys.modules.get("torch")
-    if torch is None or not isinstance(target, torch.optim.Optimizer):
+    if not loads_as_stored(target):
         return
     target = _unwrapped(target)
-    is_torchs = type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
-    hooks = getattr(target, "_optimizer_load_state_dict_pre_hooks", None)  # that rewrite it
     stored_groups, stored_state = stored.get("param_groups"), stored.get("state")
-    if not is_torchs or hooks:
-        return
     if not (isinstance(stored_groups, list | tuple) and isinstance(stored_state, Mapping)):
         return
     groups, at = target.param_groups, path.key("param_groups")

@@ -48,6 +48,7 @@ _PIECE_BYTES = 1 << 30  # OpenSSL takes at most 2 GiB at once
 _MOST_SHOWN = 8
 _NONCE = bytes(12)
 _SEQUENCES = (list, tuple, deque)
+_EXACT = PLAIN_TYPES - {float, complex}  # types whose equal values are the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +220,12 @@ class Comparison:
 
     def _plain(self, visit: _Visit) -> tuple[()]:
         stored, live = visit.stored, visit.live
+        atom = encode_atom(stored)  # by its bits: NaN is the same, and -0.0 is not 0.0
         try:
-            is_same = type(stored) is type(live) and bool(stored == live)
+            is_same = atom == encode_atom(live) if atom else _is_equal(stored, live)
         except Exception:  # a type of the program whose comparison fails: it has no content for us
             return ()
-        if not is_same and encode_atom(stored) != encode_atom(live):  # NaN, and -0.0
+        if not is_same:
             self._differ(visit, f"is {shown(live)}, stored is {shown(stored)}")
         return ()
 
@@ -261,8 +263,8 @@ class Comparison:
         if len(stored) != len(live):
             self._differ(visit, f"has {len(live)} elements, stored are {len(stored)}")
             return
-        kinds = [*map(type, stored)]
-        if PLAIN_TYPES.issuperset(kinds) and kinds == [*map(type, live)] and [*stored] == [*live]:
+        kinds = [*map(type, stored)]  # of a long history one comparison
+        if _EXACT.issuperset(kinds) and kinds == [*map(type, live)] and [*stored] == [*live]:
             return
         for index, (value, held) in enumerate(zip(stored, live, strict=True)):
             yield _Visit(value, held, path.index(index), reading)
@@ -302,6 +304,10 @@ def _has_arrays(stored: Any) -> bool:
     if isinstance(stored, _SEQUENCES):
         return any(map(_has_arrays, stored))
     return framework_of(stored) is not None and not isinstance(stored, np.generic)
+
+
+def _is_equal(stored: object, live: object) -> bool:
+    return type(stored) is type(live) and bool(stored == live)
 
 
 def _part_here(live: Any) -> Any:

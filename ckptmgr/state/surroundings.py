@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.formats.strict_json import parse_bounded
+from ckptmgr.state.optimizers import loads_as_stored
 from ckptmgr.state.paths import StateMismatch, TreeError
 
 _VERSION = 1
@@ -171,11 +172,6 @@ def _is_module(value: object) -> bool:
     return torch is not None and isinstance(value, torch.nn.Module)
 
 
-def _is_optimizer(value: object) -> bool:
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.optim.Optimizer)
-
-
 def _parts(module: Any, flag: str) -> Iterator[tuple[str, Any]]:
     """Return the parameters, or modules, that have a flag, with their names."""
     found: Iterator[tuple[str, Any]]
@@ -228,7 +224,7 @@ def _indices(changes: Sequence[int], count: int) -> set[int]:
 
 def _groups_of(objects: _Objects) -> Iterator[tuple[str, list[list[int]]]]:
     """Return the groups of each optimizer that holds parameters of the modules alone."""
-    optimizers = [(name, one) for name, one in objects if _is_optimizer(one)]
+    optimizers = [(name, one) for name, one in objects if loads_as_stored(one)]
     modules = [one for _, one in sorted(objects, key=itemgetter(0)) if _is_module(one)]
     if not (optimizers and modules):
         return

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
@@ -221,9 +222,12 @@ class CheckpointManager:
             self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
             self._run.companions.append(self._saver.data)
             if not self._run.team.is_many:  # ranks would decide one by one
+                from ckptmgr.state.tree import flatten as flatten_state
                 from ckptmgr.training.put_aside import PutAside
 
-                aside = PutAside(self._past, self._engine, self._flattened, self._saver.texts)
+                # A method of the manager would keep it, and its lease, alive.
+                flatten = partial(flatten_state, slicer=self._run.team.slicer)
+                aside = PutAside(self._past, self._engine, flatten, self._saver.texts)
                 self._saver.data.pass_ended = aside.pass_ended
                 self._run.companions.append(aside)
                 self._aside = aside

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+from weakref import WeakMethod
 
 from ckptmgr.core.arguments import is_function
 from ckptmgr.core.errors import CkptmgrError, StagingExhausted
@@ -43,7 +44,8 @@ class PutAside(Companion):
         past: The past of the run, with its last step.
         engine: Has the budget of the memory.
         flatten: Flattens a state.
-        texts: Returns the texts beside the skeleton of a flat state.
+        texts: Method that returns the texts beside the skeleton of a flat state; held weakly, because
+            its object holds the lease of the series.
         monotonic: Seconds on any clock.
     """
 
@@ -52,11 +54,11 @@ class PutAside(Companion):
         past: RunPast,
         engine: SaveEngine,
         flatten: Callable[[object], FlatState],
-        texts: Callable[[FlatState, int], Mapping[str, str]],
+        texts: Callable[[FlatState, int], dict[str, str]],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._past, self._engine = past, engine
-        self._flatten, self._texts, self._monotonic = flatten, texts, monotonic
+        self._flatten, self._texts, self._monotonic = flatten, WeakMethod(texts), monotonic
         self._cache: SnapshotCache | None = None
         self._held: tuple[int, HeldState] | None = None
         self._cost_s = 0.0
@@ -79,8 +81,10 @@ class PutAside(Companion):
         ):  # the exit reads the state as it is then, or raises
             return
         copied = [one for one in cache.get(step).items if isinstance(one, Tensor)]
-        texts = self._texts(flat, step)
-        self._held = step, HeldState(replace(flat, tensors=copied, objects=()), texts)
+        texts = self._texts()
+        if texts is None:  # the manager is gone
+            return
+        self._held = step, HeldState(replace(flat, tensors=copied, objects=()), texts(flat, step))
         self._at = self._monotonic()
         self._cost_s = self._at - now
 

@@ -402,10 +402,10 @@ def _resume_state(
             )
         restore_data = data.plan_restore(loaded.data, is_own=is_own, may_differ=how.may_differ)
         seen = Surroundings.from_text(loaded.seen)
-        if seen is not None:
-            seen.check_groups(objects, path=checkpoint.path)
         comparison = read_back_of(how)
         restore = loaded.plan_restore(state, comparison)
+        if seen is not None:  # after what explains more
+            seen.check_groups(objects, path=checkpoint.path)
     random = None if is_own or writer.is_first or checkpoint.shards else GlobalRandom().state_dict()
     with writer.commit.all_prepared(is_changing=True):
         restored = restore()

@@ -379,9 +379,9 @@ def test_rollback_goes_back_to_slices_in_memory_and_on_disk() -> None:
         state["w"][:] = 10 + rank
         ours.snapshot(2, state)
         found: list[list[int]] = []
-        for steps_back in (1, 1):
+        for steps_back in (1, 2):
             state["w"][:] = -1
-            ours.step_end(3 - len(found), state)
+            ours.step_end(3, state)
             ours.rollback(state, steps_back=steps_back)
             found.append(state["w"].tolist())
         return found

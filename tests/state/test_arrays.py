@@ -409,7 +409,7 @@ def test_mindspore_cell_is_restored_through_its_parameters(monkeypatch: pytest.M
     assert restored[0] is target
     assert (target.w.array == ONES).all()
     with pytest.raises(UnsupportedState, match="is only in the checkpoint"):
-        restore([{}], flat.skeleton, reader(flat))
+        restore([{"b": ONES}], flat.skeleton, reader(flat))
 
 
 def test_mindspore_tensor_is_stored_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

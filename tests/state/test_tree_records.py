@@ -171,7 +171,7 @@ def test_one_dataclass_in_two_places_takes_one_value() -> None:
     ("target", "stored", "problem"),
     [
         (Progress(0), {"epoch": 1}, r"\['x'\]\['losses'\] is not in the checkpoint"),
-        (SimpleNamespace(), {"a": 1}, r"\['x'\]\['a'\] is only in the checkpoint"),
+        (SimpleNamespace(b=1), {"a": 1, "b": 1}, r"\['x'\]\['a'\] is only in the checkpoint"),
         (Progress(0), [1], r"\['x'\] is a Progress, stored is a list"),
         (Progress(0), Progress(0, weights=np.ones(3)), r"\['x'\]\['weights'\] is float64\[2\]"),
         (Phase.TRAIN, "GONE", r"\['x'\] is a Phase, which has no member 'GONE'"),

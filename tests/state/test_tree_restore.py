@@ -113,10 +113,10 @@ def test_restore_replaces_a_history_of_dicts_and_tuples() -> None:
 
 
 def test_restore_of_a_list_that_has_grown_arrays_names_the_way_out() -> None:
-    target: dict[str, Any] = {"replay": []}
+    target: dict[str, Any] = {"replay": [{"x": np.ones(2)}]}
 
     with pytest.raises(StateMismatch, match="None in a target takes whatever is stored"):
-        saved({"replay": [{"x": np.ones(2)}]}, target)
+        saved({"replay": [{"x": np.ones(2)}] * 2}, target)
 
 
 def test_restore_gives_objects_their_state() -> None:

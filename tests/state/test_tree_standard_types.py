@@ -253,7 +253,7 @@ def test_deque_in_two_places_of_the_target_takes_one_value() -> None:
         (deque(), [], r"state\['x'\] is a deque, stored is a list"),
         ([], deque(), r"state\['x'\] is a list, stored is a deque"),
         (defaultdict(int, a=1), defaultdict(int), r"state\['x'\]\['a'\] is not in the checkpoint"),
-        ({}, defaultdict(int, a=1), r"state\['x'\]\['a'\] is only in the checkpoint"),
+        ({"b": 1}, defaultdict(int, a=1, b=1), r"state\['x'\]\['a'\] is only in the checkpoint"),
     ],
     ids=["maxlen", "list", "deque", "missing", "extra"],
 )
