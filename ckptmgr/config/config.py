@@ -19,7 +19,7 @@ in which it checks them. Differences:
 
 >>> config = CheckpointConfig(save_checkpoint_steps=100, keep="last(3) | best(2, loss, min)")
 >>> config.save_policy()
-EverySteps(interval_steps=100)
+EverySteps(interval_steps=100, since='zero', offset=0)
 >>> str(config.retention_policy())
 'last(3) | best(2, loss, min)'
 """
@@ -59,7 +59,7 @@ if TYPE_CHECKING:  # imported by the functions that need them
     from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import SigningKey
     from ckptmgr.policy.rules import RetentionPolicy, Rule
-    from ckptmgr.policy.save import Overhead, SavePolicy
+    from ckptmgr.policy.save import Overhead, SavePolicy, Since
 
 
 DEFAULT_KEEP_MAX = 5
@@ -168,7 +168,8 @@ class CheckpointConfig:
     """When to save, what to keep, and how a checkpoint file is written.
 
     Args:
-        save_checkpoint_steps: Interval of saves in steps; None or 0 for none.
+        save_checkpoint_steps: Save at the multiples of this number of steps; in MindSpore's
+            callbacks, so many steps after the last save. None or 0 for no interval in steps.
         save_checkpoint_seconds: Interval of saves in seconds. As in MindSpore without effect beside
             steps, whose default is 1, but with a warning: give `save_checkpoint_steps=None`.
         keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for no such limit.
@@ -418,14 +419,17 @@ class CheckpointConfig:
             "saved_network": self.saved_network,
         }
 
-    def save_policy(self) -> SavePolicy:
-        """Return the save policy: by overhead, else by steps, else by seconds, else never."""
+    def save_policy(self, *, since: Since = "zero") -> SavePolicy:
+        """Return the save policy: by overhead, else by steps, else by seconds, else never.
+
+        `since` is that of `EverySteps`: the surfaces of MindSpore count from the last save.
+        """
         from ckptmgr.policy.save import EverySeconds, EverySteps, Never
 
         if self.save_checkpoint_overhead is not None:
             return self.save_checkpoint_overhead
         if self.save_checkpoint_steps:
-            return EverySteps(self.save_checkpoint_steps)
+            return EverySteps(self.save_checkpoint_steps, since)
         return (
             EverySeconds(self.save_checkpoint_seconds) if self.save_checkpoint_seconds else Never()
         )

@@ -77,7 +77,9 @@ class ComparedPolicy:
 def describe_policy(policy: SavePolicy) -> str:
     """Return a policy in words: equal for policies that decide equally about steps."""
     if isinstance(policy, EverySteps):
-        return f"every {policy.interval_steps} steps"
+        since = " since the last save" if policy.since == "save" else ""
+        offset = f", offset {policy.offset}" if policy.offset else ""
+        return f"every {policy.interval_steps} steps{since}{offset}"
     if isinstance(policy, AtSteps):
         return f"steps {', '.join(map(str, policy.steps))}"
     if isinstance(policy, AnyOf):

@@ -2,21 +2,24 @@
 """Save policies: from a step, a time and the last save to a decision with a reason. Pure.
 
 * A step is never saved twice.
-* Step 0 is a multiple of every interval in steps: it is due when it is the first step that ends.
-  The intervals count from 0 whether a run begins with step 0 or 1.
+* Intervals in steps are multiples: a save in between, such as that of a stop, shifts no later one,
+  and those that coincide with a validation stay there. Where steps are skipped (sink mode), the
+  first step after a multiple is due in its place. `since="save"` counts as MindSpore does.
+* Step 0 is due when it is the first step that ends, whether a loop counts from 0 or 1.
 * Only a successful save advances `LastSave`. So after a failure every step is due until one
   succeeds: losing an interval is worse than trying often; `on_error` allows fewer attempts.
   (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of
   training.)
 * After a rollback that gave up saves, the next step is due under every active policy: until it is
-  saved, the newest checkpoint is of the abandoned future, and a crash would resume there. The
-  intervals count from that save on.
+  saved, the newest checkpoint is of the abandoned future, and a crash would resume there.
 * The time comes from the caller, in seconds on any clock.
 
 >>> policy = EverySteps(100)
->>> policy.decide(250, 0.0, LastSave(step=100, at=0.0))
-SaveDecision(is_due=True, reason='150 steps since the last save, every 100')
->>> policy.decide(150, 0.0, LastSave(step=100, at=0.0)).is_due
+>>> policy.decide(200, 0.0, LastSave(step=130, at=0.0))
+SaveDecision(is_due=True, reason='step 200 has come, every 100 steps')
+>>> policy.decide(199, 0.0, LastSave(step=130, at=0.0)).is_due
+False
+>>> EverySteps(100, since="save").decide(200, 0.0, LastSave(step=130, at=0.0)).is_due
 False
 """
 
@@ -24,7 +27,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast, get_args
+
+Since = Literal["zero", "save"]
+"""What an interval in steps counts from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,21 +98,34 @@ class _Active:
 
 @dataclass(frozen=True, slots=True)
 class EverySteps(_Active):
-    """Save once at least `interval_steps` steps have passed since the last save.
+    """Save at the multiples of `interval_steps`, or at the first step after one that was skipped.
 
-    Not exactly at the interval, because in sink mode the step jumps. A step before the last save (a
-    second training with the same callback) is due at once; MindSpore waits until the old step is
-    passed.
+    A step before the last save (a second training with the same callback) is due at once; MindSpore
+    waits until the old step is passed.
+
+    Attributes:
+        interval_steps: Steps from one save to the next, at least 1.
+        since: "zero" counts from step 0, so that a save in between shifts no later one. "save"
+            counts from the last save, whichever policy asked for it, as MindSpore does: a run that
+            was stopped and saved at step 130 saves 230 next.
+        offset: Steps from each multiple to its save: -1 for the last step of each interval in a
+            loop that counts from 0 (99, 199, ...). Only with `since="zero"`.
     """
 
     interval_steps: int
+    since: Since = "zero"
+    offset: int = 0
 
     def __post_init__(self) -> None:
         if self.interval_steps < 1:
             raise ValueError(f"interval_steps must be at least 1, but got {self.interval_steps}")
+        if self.since not in get_args(Since):
+            raise ValueError(f"since must be one of {get_args(Since)}, but got {self.since!r}")
+        if self.offset and self.since == "save":
+            raise ValueError("offset= has no effect with since='save': the last save is the origin")
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return due when the interval has passed; the time has no effect."""
+        """Return due when an interval has ended since the last save; the time has no effect."""
         if step == 0 and last.is_start:
             return SaveDecision(is_due=True, reason="step 0 begins the first interval")
         if step == last.step:
@@ -115,11 +134,15 @@ class EverySteps(_Active):
             return SaveDecision(
                 is_due=True, reason=f"the step went back from {last.step} to {step}"
             )
-        passed = step - last.step
-        return SaveDecision(
-            is_due=passed >= self.interval_steps,
-            reason=f"{passed} steps since the last save, every {self.interval_steps}",
-        )
+        every, passed = self.interval_steps, step - last.step
+        if self.since == "save":
+            reason = f"{passed} steps since the last save, every {every}"
+            return SaveDecision(is_due=passed >= every, reason=reason)
+        multiple = step - (step - self.offset) % every
+        reason = f"every {every} steps, and {last.step} is saved"
+        if multiple > last.step:
+            reason = f"step {multiple} has come, every {every} steps"
+        return SaveDecision(is_due=multiple > last.step, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +234,8 @@ class AtSteps(_Active):
 class AnyOf(_Active):
     """Save when any of several policies asks for it: `EverySteps(1000) | AtSteps(10, 100)`.
 
-    Intervals count from the last save, whichever policy asked for it: these two save steps 10, 100,
-    1100, 2100.
+    These two save steps 10, 100, 1000, 2000. Intervals by time, and those of `since="save"`, count
+    from the last save, whichever policy asked for it.
     """
 
     policies: tuple[SavePolicy, ...]

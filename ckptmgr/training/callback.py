@@ -112,7 +112,7 @@ class ModelCheckpoint(TrainingHooks):
         self._engine = run.engine
         self._series = CallbackSeries(given.placed(team.own_directory), run)
         self._progress = progress = Progress(LastSave(step=0, at=run.clock()))
-        self._due = run.due(self._config.save_policy(), lambda: progress)
+        self._due = run.due(self._config.save_policy(since="save"), lambda: progress)
         self._metrics = MetricsSource(metrics)
         self._last_save: tuple[int, SeriesWriter, SaveHandle] | None = None
         self._params: Any = None

@@ -379,8 +379,8 @@ class CheckpointManager:
         """Save if the policy says so; call it after every step.
 
         Args:
-            step: Global step, counted from 0 or from 1. With `save_checkpoint_steps` step 0 is due,
-                as a multiple of every interval.
+            step: Global step, counted from 0 or from 1. With `save_checkpoint_steps` its multiples
+                are due, 0 among them, or where steps are skipped the first after each.
             state: The state, or a function that returns it (called only for a save or a snapshot).
             epoch: Epoch number.
             metrics: Name to value, for `best(...)`.

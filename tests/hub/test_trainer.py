@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,22 @@ def test_interval_of_an_epoch_saves_its_last_step_with_its_evaluation(tmp_path: 
     found = CheckpointManager(tmp_path / "runs").checkpoints()
     assert [one.step for one in found] == [4, 8, 12]
     assert all("eval_loss" in one.metrics for one in found)
+
+
+def test_saves_after_a_stop_stay_at_the_steps_that_evaluate(tmp_path: Path) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=4, keep="all")
+    evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 14}
+    stop = At(6, lambda control: signal.raise_signal(signal.SIGTERM))
+    train(tmp_path, config, callbacks=[stop], **evaluated)
+    train(tmp_path, config, **evaluated)
+    found = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert {one.step: "eval_loss" in one.metrics for one in found} == {
+        4: True,
+        6: False,
+        8: True,
+        12: True,
+        14: False,
+    }
 
 
 def test_evaluation_of_a_part_of_an_epoch_is_not_in_the_last_checkpoint(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, Ranks, StateMismatch
+from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, EverySteps, Ranks, StateMismatch
 from ckptmgr.testing.child import find_program
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import every_cut
@@ -188,18 +188,33 @@ def test_steps_of_two_epochs_save_the_end_of_every_second_epoch(tmp_path: Path) 
     assert found == {2 * EPOCH: 2, 4 * EPOCH: 4}
 
 
-def test_named_steps_stay_the_ends_of_epochs_after_a_stop_inside_one(tmp_path: Path) -> None:
+EVERY = 2 * EPOCH
+ENDS = [2 * EPOCH, 3 * EPOCH + 1, 4 * EPOCH, 6 * EPOCH]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"save_policy": AtSteps(*range(EVERY, 6 * EPOCH + 1, EVERY))}, ENDS),
+        ({"save_policy": EverySteps(EVERY)}, ENDS),
+        (
+            {"config": CheckpointConfig(save_checkpoint_steps=EVERY)},
+            [2 * EPOCH, 3 * EPOCH + 1, 5 * EPOCH + 1, 6 * EPOCH],
+        ),
+    ],
+)
+def test_saves_after_a_stop_inside_an_epoch_stay_at_the_ends_of_epochs_where_the_policy_names_them(
+    options: dict[str, Any], expected: list[int], tmp_path: Path
+) -> None:
     def start(*callbacks: Any) -> Any:
         model, rows = programs.model(), programs.dataset()
-        every = 2 * rows.get_dataset_size()
-        policy = AtSteps(*range(every, 6 * EPOCH + 1, every))
-        checkpoints = ours.MindSporeCheckpoints(tmp_path, save_policy=policy)
+        checkpoints = ours.MindSporeCheckpoints(tmp_path, **options)
         first = checkpoints.resume(model, rows, 6)
         model.train(6, rows, callbacks=[checkpoints, *callbacks], initial_epoch=first)
         return checkpoints
 
     start(Seen(3 * EPOCH + 1, stop))
-    assert saved_steps(start()) == [2 * EPOCH, 3 * EPOCH + 1, 4 * EPOCH, 6 * EPOCH]
+    assert saved_steps(start()) == expected
 
 
 def test_only_the_epochs_with_the_best_evaluation_are_saved(tmp_path: Path) -> None:

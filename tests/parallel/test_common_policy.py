@@ -39,6 +39,8 @@ class Odd:
     ("others", "words"),
     [
         (EverySteps(15), "every 15 steps"),
+        (EverySteps(10, since="save"), "every 10 steps since the last save"),
+        (EverySteps(10, offset=-1), "every 10 steps, offset -1"),
         (Never(), "never"),
         (AtSteps(30, 4), "steps 4, 30"),
         (EverySteps(10) | AtSteps(4), "every 10 steps, or steps 4"),

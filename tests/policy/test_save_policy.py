@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +22,12 @@ from ckptmgr import (
     Never,
     Overhead,
 )
-from ckptmgr.policy.save import LastSave, SavePolicy, decide_at_end
+from ckptmgr.policy.save import LastSave, SavePolicy, Since, decide_at_end
 from ckptmgr.store.store import Store
 
 _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
-    st.builds(EverySteps, st.integers(1, 50)),
+    st.builds(EverySteps, st.integers(1, 50), offset=st.integers(-60, 60)),
+    st.builds(EverySteps, st.integers(1, 50), st.just("save")),
     st.builds(EverySeconds, st.floats(0.1, 100)),
     st.builds(Overhead, st.floats(0.001, 0.999)),
     st.just(Never()),
@@ -38,13 +40,65 @@ _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
 )
 
 
+@pytest.mark.parametrize(("step", "is_due"), [(19, False), (20, True), (21, True), (47, True)])
+def test_every_steps_is_due_at_or_after_the_next_multiple(step: int, is_due: bool) -> None:
+    assert EverySteps(10).decide(step, 0.0, LastSave(step=13, at=0.0)).is_due is is_due
+
+
 @pytest.mark.parametrize(("step", "is_due"), [(12, False), (13, True), (40, True)])
 def test_every_steps_is_due_at_or_after_the_interval(step: int, is_due: bool) -> None:
-    assert EverySteps(3).decide(step, 0.0, LastSave(step=10, at=0.0)).is_due is is_due
+    policy = EverySteps(3, since="save")
+    assert policy.decide(step, 0.0, LastSave(step=10, at=0.0)).is_due is is_due
 
 
-def test_every_steps_before_the_first_save_counts_from_zero() -> None:
-    assert EverySteps(3).decide(3, 0.0, LastSave(at=0.0)).is_due
+@pytest.mark.parametrize("since", ["zero", "save"])
+def test_every_steps_before_the_first_save_counts_from_zero(since: Since) -> None:
+    assert EverySteps(3, since).decide(3, 0.0, LastSave(at=0.0)).is_due
+    assert not EverySteps(3, since).decide(2, 0.0, LastSave(at=0.0)).is_due
+
+
+@given(st.integers(1, 50), st.integers(0, 500), st.integers(1, 200), st.integers(-60, 60))
+def test_every_steps_is_due_once_a_multiple_has_come_since_the_last_save(
+    every: int, last: int, ahead: int, offset: int
+) -> None:
+    come = [one for one in range(last + 1, last + ahead + 1) if (one - offset) % every == 0]
+    decision = EverySteps(every, offset=offset).decide(last + ahead, 0.0, LastSave(step=last, at=0))
+    assert decision.is_due is bool(come)
+
+
+def test_every_steps_with_an_offset_saves_the_last_step_of_each_interval(tmp_path: Path) -> None:
+    assert saved_steps(tmp_path, EverySteps(10, offset=-1), range(40)) == [0, 9, 19, 29, 39]
+
+
+def test_every_steps_where_steps_are_skipped_saves_the_first_after_each_multiple(
+    tmp_path: Path,
+) -> None:
+    assert saved_steps(tmp_path, EverySteps(10), range(4, 60, 7)) == [11, 25, 32, 46, 53]
+
+
+def test_every_steps_after_a_save_in_between_stays_at_the_multiples(tmp_path: Path) -> None:
+    saved = []
+    with CheckpointManager(tmp_path, CheckpointConfig(10, keep="all")) as manager:
+        for step in range(1, 41):
+            if manager.step_end(step, {"w": np.ones(1)}) is not None:
+                saved.append(step)
+            elif step in (13, 29):
+                manager.save(step, {"w": np.ones(1)})
+    assert saved == [10, 20, 30, 40]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"since": "start"}, "since must be one of"),
+        ({"since": "save", "offset": -1}, "offset= has no effect with since='save'"),
+    ],
+)
+def test_every_steps_with_contradicting_options_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        EverySteps(10, **options)
 
 
 def test_every_steps_when_the_step_goes_back_is_due() -> None:
@@ -156,9 +210,14 @@ def test_at_steps_saves_the_steps_of_the_list_and_the_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("policy", "expected"), [(EverySteps(100), [230]), (AtSteps(*range(100, 301, 100)), [200])]
+    ("policy", "expected"),
+    [
+        (EverySteps(100), [200]),
+        (EverySteps(100, since="save"), [230]),
+        (AtSteps(*range(100, 301, 100)), [200]),
+    ],
 )
-def test_after_a_save_between_two_intervals_only_named_steps_stay(
+def test_after_a_stop_between_two_intervals_the_multiples_stay(
     tmp_path: Path, policy: SavePolicy, expected: list[int]
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
@@ -203,9 +262,14 @@ def test_at_steps_of_what_are_no_steps_is_refused(
         AtSteps(*steps)  # type: ignore[arg-type]
 
 
-def test_joined_policies_save_when_one_asks_and_count_from_the_last_save(tmp_path: Path) -> None:
-    policy = EverySteps(1000) | AtSteps(10, 100) | Never()
-    assert saved_steps(tmp_path, policy, range(1, 2102)) == [10, 100, 1100, 2100]
+@pytest.mark.parametrize(
+    ("since", "expected"), [("zero", [10, 70, 100, 200]), ("save", [10, 70, 170])]
+)
+def test_joined_policies_save_when_one_asks(
+    since: Since, expected: list[int], tmp_path: Path
+) -> None:
+    policy = EverySteps(100, since) | AtSteps(10, 70) | Never()
+    assert saved_steps(tmp_path, policy, range(1, 212)) == expected
 
 
 @pytest.mark.parametrize("other", [None, 5, EverySteps])

@@ -207,13 +207,13 @@ def test_rollback_that_gives_up_no_save_leaves_the_interval_alone(tmp_path: Path
         assert [c.step for c in manager.checkpoints()] == [4, 8]
 
 
-def test_interval_after_a_rollback_counts_from_the_save_after_it(tmp_path: Path) -> None:
+def test_interval_after_a_rollback_stays_at_its_multiples(tmp_path: Path) -> None:
     state = fresh()
     with manager_with(tmp_path, save=4) as manager:
         run(manager, state, range(1, 9))
         manager.rollback(state, steps_back=2)
-        run(manager, state, range(7, 12))
-        assert [c.step for c in manager.checkpoints()] == [4, 8, 7, 11]
+        run(manager, state, range(7, 13))
+        assert [c.step for c in manager.checkpoints()] == [4, 8, 7, 8, 12]
 
 
 def test_resume_in_the_middle_of_a_run_forgets_the_last_step(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from mindspore import dataset as data
 from mindspore.train import Callback
 
-from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.base import FrameworkManager
@@ -55,7 +55,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
 
     Args:
         directory: Directory of the checkpoints.
-        config: When and how to save, what to keep. Metrics are the loss, as `loss`, and those of the
+        config: When and how to save, what to keep. `save_checkpoint_steps` counts from the last save,
+            as in MindSpore. Metrics are the loss, as `loss`, and those of the
             evaluations of `Model.fit`, which the checkpoint of the last step of an epoch has.
         options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
             others. There are no `ranks`, because only training in one process is supported.
@@ -74,6 +75,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         **options: Any,
     ) -> None:
         super().__init__()
+        if options.get("save_policy") is None:  # intervals are those of MindSpore's own callback
+            options["save_policy"] = check_config(config).save_policy(since="save")
         self.manager = FrameworkManager(
             "MindSporeCheckpoints", directory, config, instead="use ModelCheckpoint", **options
         )
