@@ -211,10 +211,10 @@ def test_saves_after_a_stop_stay_at_the_steps_that_evaluate(tmp_path: Path) -> N
     found = CheckpointManager(tmp_path / "runs").checkpoints()
     assert {one.step: "eval_loss" in one.metrics for one in found} == {
         4: True,
-        6: False,
+        7: False,
         8: True,
         12: True,
-        14: False,
+        14: True,
     }
 
 
