@@ -75,6 +75,7 @@ CONFIG = {
     "format": Probe(see.trained, "safetensors"),
     "keep": Probe(see.trained, "every(3)", LONG),
     "save_only_kept": Probe(see.heard, True, {"keep": "every(4)"}),
+    "save_when_measured": Probe(see.trained, "loss", {**LONG, "save_checkpoint_steps": 4}),
     "save_checkpoint_overhead": Probe(see.trained, 1e-9, LONG),
     "memory": Probe(see.staged, MemoryConfig(host_budget_bytes=4096, is_automatic=False)),
     "back_pressure": Probe(see.queued, "skip", {"back_pressure": "coalesce"}),

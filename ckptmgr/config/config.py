@@ -126,6 +126,14 @@ def _check_memory(memory: object) -> MemoryConfig | None:
     return memory
 
 
+def _check_measured(metric: object) -> str | None:
+    if metric is not None and not (isinstance(metric, str) and metric):
+        raise TypeError(
+            f"save_when_measured is the name of a metric that step_end gets, but got {metric!r}"
+        )
+    return metric
+
+
 def _check_overhead(share: float | None) -> Overhead | None:
     if share is None:
         return None
@@ -210,6 +218,9 @@ class CheckpointConfig:
             the next one that has it takes its place.
         save_checkpoint_overhead: Instead of steps and seconds: the largest share of the training
             time for which saving may hold it up, e.g. 0.03.
+        save_when_measured: The name of a metric: a step for which `step_end` is given it is due, too,
+            so that `best` sees each measured step. `save_checkpoint_steps=None` saves no others. All
+            ranks are given it at the same steps.
         memory: Budget and kind of the memory in which background saves stage the state.
         back_pressure: For a background save while another one runs: "wait" for that one, "skip"
             this one, or "coalesce": keep only the newest as the next to run.
@@ -304,6 +315,9 @@ class CheckpointConfig:
         within=_check_only_kept,
         is_plain=True,
     )
+    save_when_measured = Option[str | None](
+        "The metric whose steps are due, or None.", _check_measured
+    )
     save_checkpoint_overhead = Option["Overhead | None"](
         "The save policy by overhead, or None.",
         _check_overhead,
@@ -341,6 +355,7 @@ class CheckpointConfig:
         *,
         keep: str | RetentionPolicy | Rule | None = None,
         save_only_kept: bool = False,
+        save_when_measured: str | None = None,
         save_checkpoint_overhead: float | None = None,
         memory: MemoryConfig | None = None,
         back_pressure: BackPressure = "wait",

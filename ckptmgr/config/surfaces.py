@@ -56,6 +56,14 @@ _REFUSED: tuple[_Row, ...] = (
         },
     ),
     (
+        "save_when_measured",
+        lambda config: config.save_when_measured is not None,
+        {
+            CALLBACK: "Model.fit measures after the step is saved: use MindSporeCheckpoints, or a CheckpointManager",
+            DCP: "it saves when dcp.save is called: call it where the metric is measured",
+        },
+    ),
+    (
         "exception_save",
         lambda config: config.exception_save,
         {DCP: "it sees no loop: call dcp.save where training fails"},

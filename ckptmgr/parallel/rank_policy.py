@@ -89,16 +89,19 @@ def describe_policy(policy: SavePolicy) -> str:
     return f"by {type(policy).__name__}"
 
 
-def for_all_ranks(policy: SavePolicy, coordinator: Coordinator, *, timeout_s: float) -> SavePolicy:
+def for_all_ranks(
+    policy: SavePolicy, coordinator: Coordinator, *, timeout_s: float, beside: str = ""
+) -> SavePolicy:
     """Return a policy that decides equally on all ranks.
 
-    Policies by time decide by the clock of rank 0; others must be equal on all ranks.
+    Policies by time decide by the clock of rank 0; others must be equal on all ranks, and so must
+    `beside`, which says in words what else makes a step due.
     """
     barriers = Barriers(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
     if not _is_by_time(policy):
-        return ComparedPolicy(policy, barriers, description=describe_policy(policy))
+        return ComparedPolicy(policy, barriers, description=describe_policy(policy) + beside)
     joint = RankZeroPolicy(policy, coordinator, timeout_s=timeout_s)
-    return ComparedPolicy(joint, barriers, description="by time")
+    return ComparedPolicy(joint, barriers, description="by time" + beside)
 
 
 def _is_by_time(policy: SavePolicy) -> bool:

@@ -189,14 +189,14 @@ def _slicer(
 
 
 def policy_of_all(
-    policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float
+    policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float, beside: str = ""
 ) -> SavePolicy:
     """Return a policy that decides the same on all ranks; see `rank_policy.for_all_ranks`."""
     if coordinator is None:
         return policy
     from ckptmgr.parallel.rank_policy import for_all_ranks
 
-    return for_all_ranks(policy, coordinator, timeout_s=timeout_s)
+    return for_all_ranks(policy, coordinator, timeout_s=timeout_s, beside=beside)
 
 
 def check_ranks_agree(config: CheckpointConfig) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.observe.observers import Observers, about
@@ -14,6 +14,7 @@ from ckptmgr.series.reader import LATEST, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.part import checked_parts
 from ckptmgr.store.manifest.model import Manifest
+from ckptmgr.training.history import save_when_measured
 
 
 class Catalog:
@@ -68,7 +69,17 @@ class Catalog:
 
     def add_metrics(self, checkpoint: Checkpoint | int | str, metrics: Mapping[str, float]) -> None:
         """Add metrics to one checkpoint durably, on rank 0; a name that is there gets the new value."""
-        self._change(checkpoint, lambda one: replace(one, metrics={**one.metrics, **metrics}))
+        try:
+            self._change(checkpoint, lambda one: replace(one, metrics={**one.metrics, **metrics}))
+        except CheckpointNotFound as error:
+            if not isinstance(checkpoint, int):
+                raise
+            raise CheckpointNotFound(
+                error.message,
+                path=error.path,
+                hint="only a step that was saved takes metrics, until retention removes it: "
+                + save_when_measured(next(iter(metrics), "val_loss")),
+            ) from None
 
     def _change(
         self, checkpoint: Checkpoint | int | str, change: Callable[[Manifest], Manifest]

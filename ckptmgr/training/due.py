@@ -17,7 +17,14 @@ from ckptmgr.observe.observers import Observers
 from ckptmgr.parallel.team import policy_of_all
 from ckptmgr.policy.only_kept import PassedOver, needs_history, passed_over
 from ckptmgr.policy.rules import RetentionPolicy
-from ckptmgr.policy.save import LastSave, SavePolicy, decide_at_end, decide_at_step, is_saved
+from ckptmgr.policy.save import (
+    EverySteps,
+    LastSave,
+    SavePolicy,
+    decide_at_end,
+    decide_at_step,
+    is_saved,
+)
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.training.history import Progress
 
@@ -37,6 +44,8 @@ class DueSaves:
     missing: then each later step is due until one has it. The first save after a rollback that gave
     up saves is never passed over, nor are those at the end, on preemption and on exceptions.
 
+    `measured` is a metric whose steps are due beside those of the policy.
+
     `progress` returns the saves so far.
     """
 
@@ -45,13 +54,22 @@ class DueSaves:
         policy: SavePolicy,
         *,
         only_kept: RetentionPolicy | None,
+        measured: str | None,
         progress: Callable[[], Progress],
         clock: Callable[[], float],
         observers: Observers,
         coordinator: Coordinator | None,
         timeout_s: float,
     ) -> None:
-        self._policy = policy_of_all(policy, coordinator, timeout_s=timeout_s)
+        beside = "" if measured is None else f", or when {measured} is measured"
+        self._policy = policy_of_all(policy, coordinator, timeout_s=timeout_s, beside=beside)
+        self._measured = measured
+        if measured is not None and policy == EverySteps(1):
+            _LOG.warning(
+                "save_when_measured=%r has no effect: save_checkpoint_steps=1, its default, saves every step;"
+                " save_checkpoint_steps=None saves the measured steps alone",
+                measured,
+            )
         self._only_kept = only_kept
         self._progress = progress
         self._clock = clock
@@ -69,8 +87,8 @@ class DueSaves:
 
     @property
     def is_active(self) -> bool:
-        """Whether the save policy ever asks for a save."""
-        return self._policy.is_active
+        """Whether a step is ever due."""
+        return self._policy.is_active or self._measured is not None
 
     def at_step(
         self,
@@ -83,7 +101,7 @@ class DueSaves:
     ) -> bool:
         """Return whether a step that ended at a time, by default now, is to be saved.
 
-        `metrics` is called only if it is due, and of many ranks on rank 0.
+        `metrics` is called only where they decide.
         """
         now, last = self._clock() if at is None else at, self._progress().last
         place = (last.step, last.at)
@@ -91,7 +109,8 @@ class DueSaves:
         if self._passed is not None and self._passed[0] == place and not last.is_given_up:
             since = self._passed[1]
         self.lacks_metric_at = None
-        if not decide_at_step(self._policy, step, now, last=since).is_due:
+        is_due = decide_at_step(self._policy, step, now, last=since).is_due
+        if not (is_due or self._is_measured(step, metrics, last)):
             return False
         found = None
         if self._only_kept is not None and not last.is_given_up:
@@ -123,7 +142,16 @@ class DueSaves:
         """Return whether the last step is to be saved; one that was passed over is."""
         last = self._progress().last
         is_due = decide_at_end(self._policy, step, last=last).is_due
-        return is_due or (is_preempted and not is_saved(step, last))
+        asks = is_preempted or self._measured is not None
+        return is_due or (asks and not is_saved(step, last))
+
+    def _is_measured(
+        self, step: int, metrics: Callable[[], Mapping[str, float] | None], last: LastSave
+    ) -> bool:
+        """Return whether a step has the metric; any step is due where nothing counts as saved."""
+        if self._measured is None or is_saved(step, last):
+            return False
+        return last.is_given_up or self._measured in (metrics() or {})
 
     def _passed_over(
         self,

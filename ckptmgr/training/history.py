@@ -31,6 +31,11 @@ _LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 8
 
 
+def save_when_measured(metric: str) -> str:
+    """Return how to save each step that has a metric."""
+    return f"CheckpointConfig(save_when_measured={metric!r}) saves each step whose step_end is given it"
+
+
 class Progress:
     """The last save for the save policy. Several threads may use it."""
 
@@ -149,7 +154,8 @@ class RunPast:
     `given_up` holds path and commit sequence of the checkpoints that a rollback went back behind;
     `kept` the snapshots, if there are any; `stride` the largest difference between two steps that
     ended one after the other, and None before the second one; `empty` names what was empty in the
-    state when the run began, and is None before a resumption.
+    state when the run began, and is None before a resumption; `measured` the metrics of steps, and
+    whether a save had them.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -165,6 +171,17 @@ class RunPast:
         self._seen_size = -1
         self._last_ended: int | None = None
         self._restored: _Restored | None = None
+        self.measured: dict[str, bool] = {}
+
+    def warn_of_unsaved(self, metric: str) -> None:
+        """Warn once if only steps that were not saved had a metric."""
+        if self.measured.get(metric) is False:
+            self.measured[metric] = True
+            _LOG.warning(
+                "no checkpoint has %s, which so far only steps had that were not saved: %s",
+                metric,
+                save_when_measured(metric),
+            )
 
     def saw(self, step: int) -> None:
         """Record a step."""
@@ -186,6 +203,8 @@ class RunPast:
         self._last_ended = step
         self.unsaved = UnsavedStep(step, state, epoch, metrics)
         self.seen_step = step
+        for name in metrics or ():
+            self.measured.setdefault(name, False)
 
     def start_fresh(self) -> None:
         """Reset to the start of a run."""

@@ -462,6 +462,7 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         checked = checked_metrics(metrics)
+        self._past.measured.update(dict.fromkeys(checked, True))
         with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
             handle = self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
         self._due.skipped = f"step {step}: an earlier save still runs" if handle is None else None
@@ -538,11 +539,16 @@ class CheckpointManager:
     def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
         """Return the checkpoint with the best finite value of a metric, or None.
 
+        A warning says once if only steps that were not saved had the metric.
+
         Args:
             metric: Name as given to `step_end`.
             mode: `min` or `max`.
         """
-        return self._reader.best(metric, mode)
+        found = self._reader.best(metric, mode)
+        if found is None:
+            self._past.warn_of_unsaved(metric)
+        return found
 
     def load(
         self,

@@ -71,6 +71,7 @@ class Run:
         return DueSaves(
             policy,
             only_kept=self.config.only_kept,
+            measured=self.config.save_when_measured,
             progress=progress,
             clock=self.clock,
             observers=self.observers,

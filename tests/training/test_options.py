@@ -114,6 +114,7 @@ def test_append_info_with_the_epoch_refuses_a_step_without_one(tmp_path: Path) -
     [
         ("exception_save", True),
         ("save_only_kept", True),
+        ("save_when_measured", "loss"),
         ("append_info", ["step_num"]),
         ("saved_network", {"w": np.zeros(2)}),
         ("memory", "default"),
