@@ -202,6 +202,13 @@ def test_interval_of_an_epoch_saves_its_last_step_with_its_evaluation(tmp_path: 
     assert all("eval_loss" in one.metrics for one in found)
 
 
+def test_evaluated_steps_are_saved_where_the_metric_makes_them_due(tmp_path: Path) -> None:
+    config = CheckpointConfig(None, save_when_measured="eval_loss", keep="all")
+    train(tmp_path, config, eval_strategy="steps", eval_steps=3, logging_steps=1, max_steps=7)
+    found = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert [one.step for one in found] == [3, 6, 7]
+
+
 def test_saves_after_a_stop_stay_at_the_steps_that_evaluate(tmp_path: Path) -> None:
     config = CheckpointConfig(save_checkpoint_steps=4, keep="all")
     evaluated: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 4, "max_steps": 14}

@@ -294,6 +294,14 @@ def test_only_the_best_epochs_are_written(tmp_path: Path) -> None:
     assert found == {8: "policy", 16: "end"}
 
 
+def test_epochs_that_validate_are_saved_where_the_metric_makes_them_due(tmp_path: Path) -> None:
+    config = CheckpointConfig(None, save_when_measured="val_loss", keep="all")
+    with KerasCheckpoints(tmp_path, config) as checkpoints:
+        options = {"validation_data": (X, Y), "validation_freq": 2, "verbose": 0, "epochs": 5}
+        model_of().fit(X, Y, batch_size=8, callbacks=[checkpoints], **options)
+    assert steps_in(tmp_path) == [8, 16, 20]
+
+
 def test_interval_of_two_epochs_saves_their_last_steps(tmp_path: Path) -> None:
     batches = 4
     config = CheckpointConfig(save_checkpoint_steps=2 * batches, keep="all")
