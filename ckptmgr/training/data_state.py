@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptmgr.core.errors import UnsupportedState
+from ckptmgr.core.notes import add_note
 from ckptmgr.state.global_random import GlobalRandom, global_draws
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
@@ -118,10 +119,11 @@ class DataState(Companion):
         self.pass_ended: Callable[[int], None] = lambda _: None
         self._may_differ: Collection[str] = ()
         self.is_inside_pass = False  # at the restore
+        self._empty: str | None = None  # the loader whose continued pass had no batch left
 
     def step_ended(self, step: int) -> None:
         """Remember where the loaders stand at the end of a step."""
-        self._has_gone_on = True
+        self._has_gone_on, self._empty = True, None
         if self._passes:
             self._warn_of_prefetching()
             self._close_left()
@@ -131,6 +133,16 @@ class DataState(Companion):
                 if one.is_open
             }
             self._noted = _Noted(step, self._random.state_dict(), places)
+
+    def explain(self, error: NameError) -> None:
+        """Add a note to the error of a name that only a batch assigns, if there was none yet."""
+        if self._empty is not None:
+            add_note(
+                error,
+                f"ckptmgr: the run goes on at the last batch of a pass, so its first pass over {self._empty!r} was empty, and"
+                " what the loop assigns for each batch has no value yet. Give it one before the loop: the metrics of the"
+                " saved step are in resume(...).metrics",
+            )
 
     def _close_left(self) -> None:
         """Count the passes as ended that were left by `break`."""
@@ -186,7 +198,7 @@ class DataState(Companion):
         """Begin again, without places."""
         self._passes.clear()
         self._pending = {}
-        self._noted = None
+        self._noted = self._empty = None
         self.is_inside_pass = False
 
     def end_pass(self, name: str) -> None:
@@ -271,6 +283,8 @@ class DataState(Companion):
                 yield batch
             self._say_ended(name, place)
             is_empty = place.count == first
+            if is_empty and continued:
+                self._empty = name
             if is_empty and at_save and continued and _is_stateful(parts, continued):
                 # It may have drawn the numbers that the first run drew before the save.
                 self._put_back(parts, at_save, name)

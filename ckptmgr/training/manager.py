@@ -727,6 +727,8 @@ class CheckpointManager:
                 finally:
                     self.close()
             return
+        if isinstance(error, NameError) and self._saver.data is not None:
+            self._saver.data.explain(error)
         last, self._past.unsaved = self._past.unsaved, None
         try:
             if self._config.exception_save and last is not None:

@@ -431,6 +431,52 @@ def test_loaders_that_draw_side_by_side_go_on(last: int, tmp_path: Path) -> None
     assert seen + run(saving(tmp_path / "cut"), 9) == expected
 
 
+class Cut(Exception):
+    """The run ends here."""
+
+
+def reported(directory: Path, *, dies_at: int | None = None, breaks: bool = False) -> list[str]:
+    """Report the last batch of each epoch, as programs do; return the notes of the error, if any."""
+    config = CheckpointConfig(save_checkpoint_steps=PER_EPOCH)
+    try:
+        with CheckpointManager(directory, config) as manager:
+            start = manager.resume({"n": 0})
+            step, last = start.step, 0.0 if breaks else None
+            for epoch in range(start.next_epoch, 3):
+                for batch in manager.batches(Shuffled()):
+                    step += 1
+                    manager.step_end(step, {"n": step}, epoch=epoch, metrics={"sum": batch.sum()})
+                    if step == dies_at:
+                        raise Cut
+                    if breaks:
+                        _ = missing  # type: ignore[name-defined]
+                last = batch.sum() if last is None else last
+    except Cut:
+        return []
+    except NameError as error:
+        return getattr(error, "__notes__", ["none"])
+    return []
+
+
+def test_name_that_an_empty_pass_left_unassigned_is_explained(tmp_path: Path) -> None:
+    reported(tmp_path, dies_at=PER_EPOCH)
+    (told,) = reported(tmp_path)
+    assert "its first pass over 'batches' was empty" in told
+    assert "resume(...).metrics" in told
+
+
+def test_other_missing_names_are_not_explained(tmp_path: Path) -> None:
+    reported(tmp_path, dies_at=PER_EPOCH)
+    assert reported(tmp_path, breaks=True) == ["none"]
+
+
+def test_metrics_of_the_saved_step_stand_for_those_of_an_empty_pass(tmp_path: Path) -> None:
+    reported(tmp_path, dies_at=PER_EPOCH)
+    start = CheckpointManager(tmp_path).resume({"n": 0})
+    assert start.is_inside_epoch
+    assert start.metrics["sum"] > 0
+
+
 def test_generator_that_is_named_is_put_back(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
 
