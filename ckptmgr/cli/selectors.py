@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors of checkpoints: paths, directories, steps, `latest`, `best:loss:min`, `@pinned`."""
+"""Selectors on the command line: paths, directories, addresses, and those of `series/selectors.py`."""
 
 from __future__ import annotations
 
-import fnmatch
-import math
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -26,9 +23,9 @@ from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.urls import is_url
-from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.policy.lines import about_others, lines_of
-from ckptmgr.series.candidates import newest_first
+from ckptmgr.series.candidates import newest_first, why_nothing
+from ckptmgr.series.selectors import FORMS, Selector, latest, parse_selector
 from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.real_files import real_file
@@ -37,13 +34,6 @@ from ckptmgr.store.store import Store
 from ckptmgr.store.trash import DirectoryTrash
 
 OpenStore = Callable[[Path], Store]
-
-_STEP = re.compile(r"[0-9]{1,18}")
-_RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
-_FORMS = (
-    "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned, @tag:NAME or 1000..5000"
-)
-_TAG = "@tag:"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +143,10 @@ def _select_one(
 ) -> list[Selected]:
     check_path(text)
     thrown: list[Selected] = []
-    choose = _chooser(text)
-    if choose is not None:
+    selector = _selector(text)
+    if selector is not None:
         store = open_store(directory)
-        found = choose(without_foreign(store, list_selected(store, series=series)))
+        found = _chosen(selector, without_foreign(store, list_selected(store, series=series)))
         place = store.directory
     else:
         path = Path(text)
@@ -172,9 +162,9 @@ def _select_one(
             if absence is not None:
                 raise absence
         raise CheckpointNotFound(
-            f"no checkpoint is {text!r}" if choose is not None else "no checkpoints here",
+            f"no checkpoint is {text!r}" if selector is not None else "no checkpoints here",
             path=place,
-            hint=_where_to_look(store, place),
+            hint=_where_to_look(store, place, series),
         )
     return [*(Selected(store=store, checkpoint=checkpoint) for checkpoint in found), *thrown]
 
@@ -215,7 +205,10 @@ def is_file_name(text: str) -> bool:
     return name.endswith(DATA_SUFFIXES) or is_set_name(name)
 
 
-def _where_to_look(store: Store, place: Path) -> str:
+def _where_to_look(store: Store, place: Path, series: str | None) -> str:
+    others = why_nothing(store.scan(), lambda one: one.series == series)
+    if series is not None and others:
+        return "; ".join(others)
     if store.scan():
         all_too = "" if list_selected(store) else "--all "
         return f"ckptmgr ls {all_too}{place} lists what is there"
@@ -223,83 +216,43 @@ def _where_to_look(store: Store, place: Path) -> str:
     return f"files that end in {endings} are looked for, not in the folders of a directory"
 
 
-Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
+def _selector(text: str) -> Selector | None:
+    try:
+        return parse_selector(text)
+    except ValueError as error:
+        problem, _, way_out = str(error).partition(": ")
+        raise UsageProblem(problem, hint=way_out) from None
 
 
-def _chooser(text: str) -> Choose | None:
-    """Return the function of a selector that is not a path, or None."""
-    if text == "latest":
-        return _latest
-    if text == "@pinned":
-        return lambda found: [c for c in found if c.pins and not c.is_unproven]
-    if text.startswith(_TAG) and len(text) > len(_TAG):
-        name = text.removeprefix(_TAG)
-        return lambda found: [
-            c for c in found if fnmatch.filter(c.tags, name) and not c.is_unproven
-        ]
-    if text == "best" or text.startswith("best:"):
-        return _best(text)
-    if _STEP.fullmatch(text):
-        return lambda found: _newest_attempts(found, int(text))
-    match = _RANGE.fullmatch(text)
-    if match is not None and any(match.groups()):
-        low = int(match[1] or 0)
-        high = int(match[2]) if match[2] else math.inf
-        return lambda found: [c for c in found if low <= c.step <= high]
-    return None
+def _chosen(selector: Selector, found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the chosen checkpoints; note what a user may have meant instead."""
+    chosen = selector.choose(found, frozenset())
+    if selector.choose is latest:
+        _note_newer(found, chosen)
+    if selector.step is not None:
+        _note_other_runs(found, selector.step, chosen)
+    return chosen
 
 
-def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
-    """Return the newest usable checkpoint, if any; note newer ones that are damaged.
-
-    Raises:
-        OSError: A manifest cannot be read now, so it is not known which one is the newest.
-    """
-    chosen = _usable(newest_first(found))[:1]
+def _note_newer(found: list[Checkpoint], chosen: list[Checkpoint]) -> None:
     for one in found:
-        if one.obstacle is not None and may_be_whole(one.obstacle):
-            raise one.obstacle
         is_newer = one.is_unreadable or not chosen or one.order > chosen[0].order
         if one.state in UNUSABLE and is_newer:
             note(f"latest is not {one.name}: {one.problem}")
     others = about_others(chosen[0], lines_of(found)) if chosen else None
     if others is not None:
         note(f"latest: {others}")
-    return chosen
 
 
-def _best(text: str) -> Choose:
-    metric, _, mode = text.removeprefix("best").removeprefix(":").rpartition(":")
-    if not metric or mode not in ("min", "max"):
-        raise UsageProblem(f"{text!r} is not complete", hint="write best:loss:min or best:acc:max")
-    sign = 1 if mode == "min" else -1
-
-    def choose(found: list[Checkpoint]) -> list[Checkpoint]:
-        ranked = [c for c in _usable(found) if math.isfinite(c.metrics.get(metric, math.nan))]
-        # Of equal values the newer one is better; `found` is oldest first and min() takes the
-        # first.
-        return [min(reversed(ranked), key=lambda c: sign * c.metrics[metric])] if ranked else []
-
-    return choose
-
-
-def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
-    return [c for c in found if c.is_countable]
-
-
-def _newest_attempts(found: list[Checkpoint], step: int) -> list[Checkpoint]:
-    """Return the newest checkpoint of a step in each series, of the run that is meant if it has one."""
-    oldest_first = [c for c in reversed(newest_first(found)) if c.step == step]
-    # Another file may claim the same step; an unproven one counts only where none is proven.
-    proven = [c for c in oldest_first if not c.is_unproven] or oldest_first
-    chosen = {c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}
-    runs = run_by_name(lines_of(found))
-    for one in proven:
-        taken = chosen[one.series]
-        if one.is_countable and runs[one.name] != runs[taken.name]:
+def _note_other_runs(found: list[Checkpoint], step: int, chosen: list[Checkpoint]) -> None:
+    runs, taken_of = run_by_name(lines_of(found)), {c.series: c for c in chosen}
+    for one in reversed(newest_first(found)):
+        if one.step != step or not one.is_countable:
+            continue
+        taken = taken_of[one.series]
+        if runs[one.name] != runs[taken.name]:
             own, other = shown_run(runs[taken.name]), shown_run(runs[one.name])
             note(f"step {step} is {taken.name} of run {own}; run {other} has {one.name}")
-    return list(chosen.values())
 
 
 def _file(store: Store, path: Path) -> Checkpoint:
@@ -320,7 +273,7 @@ def _file(store: Store, path: Path) -> Checkpoint:
             "this is no checkpoint, but what a run notes beside them", path=path
         )
     if not real.exists():
-        raise CheckpointFileNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
+        raise CheckpointFileNotFound("no such checkpoint", path=path, hint=f"give a path, {FORMS}")
     status = real.stat()
     return Checkpoint(
         path=real,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from operator import index
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
@@ -16,7 +16,8 @@ from ckptmgr.core.names import step_name
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import StoredState, verified_state
 from ckptmgr.io.passing_errors import may_be_whole
-from ckptmgr.series.candidates import newest_first
+from ckptmgr.series.candidates import why_nothing
+from ckptmgr.series.selectors import FORMS, LATEST, best, latest, of_step, parse_selector
 from ckptmgr.state import tree
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.name_leases import is_same
@@ -28,8 +29,7 @@ if TYPE_CHECKING:  # a save needs none of these
     from ckptmgr.files.load.values import Value
     from ckptmgr.state.slices import Slicer
 
-LATEST = "latest"
-"""In place of a name: the newest checkpoint without known damage."""
+_SHOWN_NAMES = 5
 
 
 class NamedValues(NamedTuple):
@@ -75,8 +75,7 @@ class SeriesReader:
         Raises:
             OSError: The disk cannot read a manifest, and that checkpoint may be newer.
         """
-        found = newest_first(self._readable(), self.own_runs())
-        return next((c for c in found if c.is_countable), None)
+        return next(iter(latest(self.checkpoints(), self.own_runs())), None)
 
     def _readable(self) -> list[Checkpoint]:
         """Return the committed checkpoints, as `checkpoints` does.
@@ -99,36 +98,46 @@ class SeriesReader:
         """
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
-        sign = 1 if mode == "min" else -1
-        ranked = [
-            c
-            for c in self._readable()
-            if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
-        ]
-        # Of equal values the newer one is better, as in the retention rule.
-        return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
+        return next(iter(best(self._readable(), metric, mode)), None)
 
     def find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
-        """Return a checkpoint by its step, its name or its path, or the newest one as `latest`.
+        """Return a checkpoint by its step, its name, its path, or a selector; see `parse_selector`.
 
         Raises:
-            CheckpointNotFound: There is no such checkpoint.
+            CheckpointNotFound: There is no such checkpoint, or there are several.
+            ValueError: A selector is not complete.
+            OSError: For `latest` and `best:...`: the disk cannot read a manifest.
         """
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
-        newest = self.latest() if checkpoint == LATEST else None
-        if newest is not None:
-            return newest
-        # Proven checkpoints first: an unproven file may claim the same step.
-        tried = sorted(
-            newest_first(self.checkpoints(), self.own_runs()),
-            key=lambda c: (not c.is_countable, c.is_unproven),
-        )
-        for found in tried:
-            if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
-                return found
-        raise CheckpointNotFound(
-            f"no checkpoint {checkpoint!r} in series {self.series!r}", path=self.store.directory
+        listed = self.checkpoints
+        if isinstance(checkpoint, str):
+            selector = parse_selector(checkpoint)
+            listed = self._readable if checkpoint.startswith("best:") else listed
+        else:
+            selector = of_step(index(checkpoint))
+        if selector is None:
+            found = [c for c in listed() if checkpoint in (c.name, str(c.path))]
+        else:
+            found = selector.choose(listed(), self.own_runs())
+        if len(found) == 1:
+            return found[0]
+        raise self._not_one(checkpoint, found)
+
+    def _not_one(self, wanted: int | str, found: Sequence[Checkpoint]) -> CheckpointNotFound:
+        if found:
+            names = ", ".join(one.name for one in found[:_SHOWN_NAMES])
+            more = ", ..." if len(found) > _SHOWN_NAMES else ""
+            return CheckpointNotFound(
+                f"{wanted!r} names {len(found)} checkpoints: {names}{more}",
+                path=self.store.directory,
+                hint="name one by its step, its name or its id",
+            )
+        others = why_nothing(self.store.scan(), lambda one: one.series == self.series)
+        return CheckpointNotFound(
+            f"no checkpoint {wanted!r} in series {self.series!r}",
+            path=self.store.directory,
+            hint="; ".join(others) or f"give a file name, {FORMS}",
         )
 
     def is_there(self, checkpoint: Checkpoint) -> bool:

@@ -10,7 +10,8 @@ from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.observe.observers import Observers, about
-from ckptmgr.series.reader import LATEST, SeriesReader
+from ckptmgr.series.reader import SeriesReader
+from ckptmgr.series.selectors import LATEST
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.part import checked_parts
 from ckptmgr.store.manifest.model import Manifest

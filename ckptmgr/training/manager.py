@@ -560,15 +560,19 @@ class CheckpointManager:
         """Load one checkpoint, verified.
 
         Args:
-            checkpoint: From `checkpoints()`, a step, a file name, or `latest`. For `latest` the
-                lookup repeats when the run that writes the series removes the found checkpoint.
+            checkpoint: From `checkpoints()`, a step, a file name, or a selector, as on the command
+                line: `latest`, `best:loss:min`, `@pinned`, `@tag:paper`, `id:` and at least eight
+                hex digits. For `latest` the lookup repeats when the run that writes the series
+                removes the found checkpoint.
             state: Restore into this, or None for new objects, each of the kind that was saved:
                 torch tensors come back as such.
             only: Name, or names, of entries of the dict that was saved: only these are read and
                 compared, as in `load("latest", {"net": net}, only="net")`.
 
         Raises:
-            CheckpointNotFound: There is no such checkpoint, or it was removed after it was listed.
+            CheckpointNotFound: There is no such checkpoint, or there are several; or it was removed
+                after it was listed.
+            ValueError: A selector is not complete.
             StateMismatch: It does not fit `state`, or has no part of a name in `only`, and nothing
                 was changed; or the restored state is another than the stored one.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
@@ -578,7 +582,7 @@ class CheckpointManager:
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
     ) -> None:
-        """Protect a checkpoint from retention, durably.
+        """Protect a checkpoint, given as for `load`, from retention, durably.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.

@@ -547,6 +547,16 @@ def test_from_pretrained_without_the_key_is_an_error(tmp_path: Path) -> None:
         from_pretrained(AutoModelForSequenceClassification, tmp_path / "runs")
 
 
+def test_from_pretrained_takes_the_chosen_checkpoint(tmp_path: Path) -> None:
+    train(tmp_path, CheckpointConfig(keep="all"), max_steps=2)
+    found = from_pretrained(BertForSequenceClassification, tmp_path / "runs", checkpoint=1)
+    stored: Any = CheckpointManager(tmp_path / "runs").load(1)
+    assert bytes_of(found) == b"".join(v.numpy().tobytes() for v in stored["model"].values())
+    folder = hub_folder(tmp_path / "model", small_gpt(), shards=False, seal=None)
+    with pytest.raises(ValueError, match=r"^checkpoint has no effect in .*/model"):
+        from_pretrained(AutoModelForCausalLM, folder, checkpoint=1)
+
+
 def small_gpt() -> Any:
     sizes = {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 8, "vocab_size": 16}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))

@@ -59,7 +59,7 @@ def copy_command(
 ) -> int:
     """Copy checkpoints to an object store, or from one.
 
-    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; a
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned, id:DIGITS or 1000..5000; a
     directory or a URL means all in it. Either SEL (or --dir) or TARGET is a URL: s3://bucket/run,
     gs://bucket/run or az://container/run. Every byte is compared with the digests; encrypted
     files stay encrypted, and need no key. A checkpoint is there whole or not at all. What is there

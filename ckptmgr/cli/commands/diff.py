@@ -107,8 +107,8 @@ def diff_command(
 ) -> int:
     """Compare two checkpoints, as diff does: exit 0 if they are the same, 1 if not, 2 and more for trouble.
 
-    A and B are paths, URLs, steps, latest, best:METRIC:min, best:METRIC:max, @pinned or @tag:NAME; or two
-    directories, whose checkpoints of the same step are compared. Files of any formats and keys are
+    A and B are paths, URLs, steps, latest, best:METRIC:min, best:METRIC:max, @pinned, @tag:NAME or
+    id:DIGITS; or two directories, whose checkpoints of the same step are compared. Files of any formats and keys are
     compared by the names of their tensors, those of many ranks as whole tensors; besides, the
     numbers and texts of a state, but no metrics and no metadata of libraries.
 

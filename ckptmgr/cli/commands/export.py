@@ -102,7 +102,7 @@ def export_command(
 ) -> int:
     """Write the weights in a checkpoint as plain files for other libraries.
 
-    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. With --hf, OUT then
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or id:DIGITS. With --hf, OUT then
     is what huggingface_hub uploads and from_pretrained loads, beside the config.json of the model:
     tied weights are written once, and noted. With --to, OUT is a file with all values, from which
     the state can be loaded again, or with the part that --only takes; it gets a manifest. Only

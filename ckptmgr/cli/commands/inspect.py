@@ -57,8 +57,8 @@ def inspect_command(
 ) -> int:
     """Show the contents of a checkpoint.
 
-    CHECKPOINT is a path, a URL, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope
-    of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key
+    CHECKPOINT is a path, a URL, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or id:DIGITS. The
+    envelope of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key
     proves the writer of the file. -q prints the names of the tensors.
     """
     from ckptmgr.cli.plain import as_plain, is_shown_as_plain, showing_opener

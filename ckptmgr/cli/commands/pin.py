@@ -45,7 +45,7 @@ def pin_command(
 ) -> int:
     """Promise that a checkpoint is never pruned.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name
+    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or id:DIGITS. A pin of the same name
     is replaced. An authenticated or signed manifest needs its key, which must have made the
     manifest. Not while a run writes the series.
     """
@@ -77,7 +77,7 @@ def unpin_command(
 ) -> int:
     """Take back the promise that a checkpoint is never pruned.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned.
+    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or id:DIGITS.
     """
 
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:

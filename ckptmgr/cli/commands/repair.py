@@ -36,7 +36,7 @@ def repair_command(
 ) -> int:
     """Repair damaged files of many ranks from the copies in the others.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. Plain files
+    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or id:DIGITS. Plain files
     become exactly the bytes that were saved. Encrypted and compressed ones are rewritten, and the
     manifest names the new file: that needs the key (all of them, where several open it; a public
     key will do), and of a signed one the signing key. Copies are there if the run kept them

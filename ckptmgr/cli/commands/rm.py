@@ -57,7 +57,7 @@ def rm_command(
 ) -> int:
     """Remove the checkpoints that are named, into the trash.
 
-    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @tag:NAME or 1000..5000.
+    SEL is a path, a step, latest, best:METRIC:min, best:METRIC:max, @tag:NAME, id:DIGITS or 1000..5000.
     Refused by name without --force: a pinned checkpoint, and the newest good one of a run; the last
     good one of a directory always stays. A directory is no SEL: prune removes by a policy. Not
     while a run writes the series. Removed ones stay in .ckptmgr-trash for a day, and prune --undo

@@ -105,8 +105,8 @@ def verify_command(
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
 
-    SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned, @tag:NAME
-    or 1000..5000; without any, all of --dir are checked. Checks every digest of the manifest and the
+    SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned, @tag:NAME,
+    id:DIGITS or 1000..5000; without any, all of --dir are checked. Checks every digest of the manifest and the
     CRC32, and with a key the seal and every cipher block. Each line names the checks that passed
     and those that could not be made. -q prints the bad paths.
 

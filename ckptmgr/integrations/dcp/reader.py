@@ -38,6 +38,7 @@ from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.observe.observers import Observer, Observers, about
 from ckptmgr.series.candidates import Skipped, doubt_of, newest_first, skipped_sets
 from ckptmgr.series.reader import SeriesReader
+from ckptmgr.series.selectors import parse_selector
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
@@ -136,16 +137,20 @@ class StorageReader(storage.StorageReader):
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Choose the checkpoint: `"latest"`, a step such as `"500"`, a name or a path.
+        """Choose the checkpoint: a name, a path, or a selector as for `CheckpointManager.load`.
 
         Raises:
-            ValueError: It is a path of another directory.
+            ValueError: It is a path of another directory, or no complete selector.
         """
         self._found = None
         self._load_id = str(uuid.uuid4())
-        if checkpoint_id is not None:
-            is_latest = os.fspath(checkpoint_id) == _LATEST
-            self._wanted = None if is_latest else set_name_of(checkpoint_id, self._place)
+        if checkpoint_id is None:
+            return
+        text = os.fspath(checkpoint_id)
+        is_selector = parse_selector(text) is not None
+        self._wanted = text if is_selector else set_name_of(checkpoint_id, self._place)
+        if text == _LATEST:
+            self._wanted = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata; empty after an error, which the next call raises.

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.hub_folder import is_hub_folder, weights_in
@@ -26,9 +27,10 @@ def from_pretrained(
     *,
     key: bytes | str | None = None,
     prefix: str = "ckpt",
+    checkpoint: int | str = "latest",
     **options: Any,
 ) -> Any:
-    """Return the model of the newest checkpoint of a run, encrypted or not, for inference.
+    """Return the model of a checkpoint of a run, by default the newest, for inference.
 
     A directory in the layout of the Hub is taken, too: `config.json` beside `model.safetensors`, or
     its shards and their index, of which each may be encrypted, under its name or with `.ckpe` at its
@@ -39,14 +41,19 @@ def from_pretrained(
         directory: Directory of the checkpoints that `TrainerCheckpoints` saved, or of the model.
         key: Opens the files. A file that is not encrypted is then refused.
         prefix: As for `TrainerCheckpoints`.
+        checkpoint: As for `CheckpointManager.load`: a step, or a selector such as
+            `best:eval_loss:min`.
         options: As for `cls.from_pretrained`, such as `dtype`.
 
     Raises:
         CheckpointNotFound, UnsupportedCheckpoint: There is no checkpoint, or no configuration in it.
+        ValueError: A model of the Hub's layout is asked for a checkpoint.
         CorruptCheckpoint, KeyProblem, OSError: As `CheckpointManager.load`.
     """
     place = Path(directory)
     if is_hub_folder(place):
+        if checkpoint != "latest":
+            raise no_effect("checkpoint", f"in {place}", "it holds one model in the Hub's layout")
         weights = weights_in(place, key)
         return _made(cls, AutoConfig.from_pretrained(place), weights, place, **options)
     config = CheckpointConfig() if key is None else CheckpointConfig(enc_key=key)
@@ -58,11 +65,12 @@ def from_pretrained(
                 path=place,
                 hint="name the directory, and prefix=, of a TrainerCheckpoints, or one with config.json and model.safetensors",
             )
-        found: Any = manager.load(newest, only=["model", "config"])
+        chosen = newest if checkpoint == "latest" else checkpoint
+        found: Any = manager.load(chosen, only=["model", "config"])
     if found["config"] is None:
         raise UnsupportedCheckpoint(
-            "has no configuration of Transformers",
-            path=newest.path,
+            f"{checkpoint} has no configuration of Transformers",
+            path=newest.path if chosen is newest else place,
             hint="build the model, and load it with load(..., {'model': model}, only='model')",
         )
     weights = {name: torch.as_tensor(value) for name, value in found["model"].items()}

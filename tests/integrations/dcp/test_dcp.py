@@ -261,6 +261,8 @@ def test_newest_whole_checkpoint_is_loaded_unless_told_another_one(tmp_path: Pat
     assert loaded() == loaded("latest") == 2
     assert loaded(step=1) == loaded("1") == loaded("net-1") == loaded("net-1.shards") == 1
     assert loaded(str(tmp_path / "net-1.shards.manifest.json")) == 1
+    ids = {one.step: one.id for one in CheckpointManager(tmp_path, prefix="net").checkpoints()}
+    assert loaded(f"id:{(ids[1] or '')[:8]}") == 1
     with pytest.raises(CheckpointException) as error:
         loaded("3")
     assert isinstance(cause_of(error), CorruptCheckpoint)
