@@ -124,6 +124,7 @@ MANAGER = {
 
 RESUME = {
     "start": Probe(see.resumed, "new", {"saved": {}}),
+    "at": Probe(see.resumed, 7, {"saved": {}}),
     "allow_bare": Probe(see.resumed, True, {"saved": {}, "is_bare": True}),
 }
 

@@ -70,6 +70,10 @@ class Resume:
     Attributes:
         start: `newest`, or `new` to start at step 0 beside the present checkpoints, which stay and
             count as those of another run.
+        at: The checkpoint to go back to, in place of the newest: a step, a file name, or a selector
+            such as `best:val_loss:min`, as for `load`. Those after it stay, and count as those of
+            another run. A damaged one is an error. A program that is started again with it goes
+            back again.
         allow_bare: Where no checkpoint loads, take the newest data file of the series without a
             manifest. Its name alone says which step it is, so it is never preferred to a checkpoint
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
@@ -81,11 +85,12 @@ class Resume:
             warning, may not differ either.
 
     Raises:
-        TypeError: `may_differ` is one string, or has something else than strings.
+        TypeError: `at` is no number and no text; `may_differ` is one string, or has something else than strings.
         ValueError: `start` is neither; a switch is no bool; an option has no effect with `new`.
     """
 
     start: Literal["newest", "new"] = "newest"
+    at: int | str | None = None
     allow_bare: bool = False
     read_back: bool = True
     may_differ: Sequence[str] = ()
@@ -99,6 +104,9 @@ class Resume:
     def __post_init__(self) -> None:
         if self.start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {self.start!r}")
+        at: Any = self.at
+        if isinstance(at, bool) or not isinstance(at, int | str | None):
+            raise TypeError(f"at must be a step, a name or a selector, but got {at!r}")
         for name in ("allow_bare", "read_back", "strict"):
             check_is_bool(name, getattr(self, name))
         given: Any = self.may_differ
@@ -108,6 +116,8 @@ class Resume:
         if self.start == "new":
             for name in [one for one in self.given if one != "start"]:
                 raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
+        if self.at is not None and self.allow_bare:
+            raise no_effect("allow_bare", "with at=, which takes one checkpoint", "leave it out")
         if not self.read_back and (self.strict or self.may_differ):
             raise ValueError("strict and may_differ have no effect with read_back=False")
 

@@ -343,6 +343,26 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
         return self._reader.read(checkpoint, self._state)
 
 
+class ChosenCandidate(StateCandidates):
+    """The one checkpoint of a series that `at` names, to be restored into `state`."""
+
+    def __init__(
+        self,
+        reader: SeriesReader,
+        state: object,
+        at: int | str,
+        *,
+        before_load: Callable[[int], object] = lambda _: None,
+    ) -> None:
+        super().__init__(reader, state, before_load=before_load)
+        self._at = at
+
+    def listed(self) -> Sequence[Checkpoint]:
+        """List the directory; return the checkpoint. Raises as `SeriesReader.find`."""
+        self.present = self._reader.checkpoints()
+        return [self._reader.find(self._at)]
+
+
 class ValueCandidates(RunCandidates["tuple[NamedValues, Manifest | None]"]):
     """The checkpoints of all series of a prefix (`net`, `net_1`, ...), to be read as values."""
 

@@ -299,6 +299,12 @@ class SeriesWriter:
             )
         self.destination.begin_at()
 
+    def branch_from(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint in a line of its own: those that are there stay those of others."""
+        self.start_anew()
+        with self._opening:
+            self.resumed_from = checkpoint
+
     def hold_back(self, checkpoints: Iterable[Checkpoint], why: str) -> None:
         """Keep these checkpoints, and no longer those of the last call, whatever the policy says."""
         self._held_back = {one.path: why for one in checkpoints}

@@ -263,6 +263,14 @@ class RunPast:
         self.seen_step = step
         self.unsaved = None
 
+    def went_back(self, step: int, others: Sequence[Checkpoint]) -> None:
+        """Record a resumption at a chosen `step`, after which `others` are of another future.
+
+        The next step is due: until it is saved, a resumption would take the newest of them.
+        """
+        self.given_up |= {(one.path, one.sequence) for one in others}
+        self.progress = Progress(LastSave(step=step, at=self._clock(), is_given_up=True))
+
     def resumed(self, checkpoint: Checkpoint, *, is_own: bool, load_s: float) -> None:
         """Record the resumed checkpoint; if it was given up, all given-up ones count again."""
         if self.kept is not None and is_own:

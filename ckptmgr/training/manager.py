@@ -264,7 +264,9 @@ class CheckpointManager:
         Args:
             state: The state to restore into, built as for a fresh start; None returns the stored
                 state as new objects.
-            resume: Where to start, and which files may count: `Resume(start="new")`.
+            resume: Where to start, and which files may count: `Resume(start="new")`, or
+                `Resume(at="best:val_loss:min")` to go back to a chosen checkpoint. The first step
+                after that is due, so that a later `resume` finds it.
             old: Its fields under their names of the last release, which warn.
 
         Raises:

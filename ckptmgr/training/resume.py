@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 from ckptmgr.config.subjects import NEWEST, Resume
-from ckptmgr.core.errors import UnprovenCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import CorruptCheckpoint, UnprovenCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import UNUSABLE, Checkpoint, State
 from ckptmgr.core.short_repr import short_repr
 from ckptmgr.core.trust import Trust
@@ -26,6 +26,7 @@ from ckptmgr.files.load.values import Value
 from ckptmgr.io.gc_pause import gc_paused_if_short
 from ckptmgr.policy.lines import about_others, lines_of
 from ckptmgr.series.candidates import (
+    ChosenCandidate,
     RunCandidates,
     Skipped,
     StateCandidates,
@@ -274,6 +275,42 @@ def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Fou
     )
 
 
+def _find_chosen(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Found[_Loaded]:
+    """Return the chosen checkpoint; nothing stands in for it.
+
+    Raises:
+        CheckpointNotFound, ValueError, ResumeFailed, OSError: As `SeriesReader.find`.
+        UnprovenCheckpoint: It has no manifest.
+        CorruptCheckpoint: It is damaged.
+        KeyProblem, UnsupportedCheckpoint, RanksMissing: As `find_newest`.
+    """
+    checkpoint, loaded, skipped = writer.first_that_loads(candidates)
+    if checkpoint is None or loaded is None:
+        (one,) = skipped
+        raise CorruptCheckpoint(
+            one.reason, path=one.checkpoint.path, hint="choose another one: nothing was changed"
+        )
+    if checkpoint.is_bare:
+        raise UnprovenCheckpoint(
+            "no manifest says which step it is",
+            path=checkpoint.path,
+            hint="bring back its .manifest.json",
+        )
+    return Found(
+        newest=(checkpoint, loaded), skipped=(), doubt=_doubt(checkpoint, candidates.present)
+    )
+
+
+def _around(
+    checkpoint: Checkpoint, present: Sequence[Checkpoint]
+) -> tuple[Sequence[Checkpoint], Sequence[Checkpoint]]:
+    """Return the checkpoints of its line up to one, and those after it."""
+    line = next((one for one in lines_of(present) if checkpoint.run_id in one.runs), None)
+    known = () if line is None else line.checkpoints
+    after = [one for one in known if one.order > checkpoint.order]
+    return [one for one in known if one.order <= checkpoint.order], after
+
+
 def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
     """Raise UnprovenCheckpoint if files of the series have no manifests and were not asked for.
 
@@ -341,7 +378,7 @@ def resume_state(
     needs_same_division: bool = False,
     fetch: Fetch | None = None,
 ) -> Resumption:
-    """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
+    """Restore a checkpoint of a series, by default the newest that loads; see `CheckpointManager.resume`.
 
     `past` is reset to its step, and `data` to where the loaders stood. `fetch` downloads what the
     mirror has newer than the newest usable checkpoint here, given that, all usable ones, and the
@@ -378,10 +415,14 @@ def _resume_state(
     writer.prepare()
     objects = _storable_objects(state, writer)
     given = built(state)
-    candidates = StateCandidates(
-        reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
-    )
-    found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
+    if how.at is None:
+        candidates = StateCandidates(
+            reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
+        )
+        found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
+    else:
+        candidates = ChosenCandidate(reader, state, how.at, before_load=end_pause_if_long)
+        found, fetched_from = _find_chosen(writer, candidates), None
     skipped = found.skipped
     if found.newest is None:
         writer.start_anew()
@@ -418,13 +459,19 @@ def _resume_state(
             "%s was saved by another number of ranks, which divided the data otherwise: the loaders begin their pass anew",
             checkpoint.path,
         )
-    writer.continue_from(checkpoint, loaded.manifest)
+    before, after = _around(checkpoint, candidates.present)
+    if how.at is None or not after:
+        writer.continue_from(checkpoint, loaded.manifest)
+    else:
+        writer.branch_from(checkpoint)
     is_of_run = checkpoint.run_id == writer.run_id
     past.start_at(checkpoint.step, is_own=is_of_run)
     stride = None if seen is None else seen.stride
     past.restored_at(checkpoint.step, stride=stride, what="the resumption")
     past.began(given, () if seen is None else seen.empty or ())
     past.resumed(checkpoint, is_own=is_of_run, load_s=time.perf_counter() - started)
+    if how.at is not None:
+        past.went_back(checkpoint.step, [one for one in candidates.present if one not in before])
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
         _LOG.warning(
