@@ -547,6 +547,17 @@ def test_from_pretrained_without_the_key_is_an_error(tmp_path: Path) -> None:
         from_pretrained(AutoModelForSequenceClassification, tmp_path / "runs")
 
 
+def test_training_goes_back_to_the_chosen_checkpoint(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep="all")
+    expected = train(tmp_path, config)
+    with TrainerCheckpoints(tmp_path / "runs", config, resume=Resume(at=3)) as checkpoints:
+        again = new_trainer(tmp_path, new_model(), [checkpoints])
+        again.train(resume_from_checkpoint=checkpoints.materialize())
+    found = CheckpointManager(tmp_path / "runs").checkpoints()
+    assert [one.step for one in found] == [1, 2, 3, 4, 5, 6, 4, 5, 6]
+    assert bytes_of(again.model) == bytes_of(expected.model)
+
+
 def test_from_pretrained_takes_the_chosen_checkpoint(tmp_path: Path) -> None:
     train(tmp_path, CheckpointConfig(keep="all"), max_steps=2)
     found = from_pretrained(BertForSequenceClassification, tmp_path / "runs", checkpoint=1)
