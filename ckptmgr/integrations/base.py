@@ -3,7 +3,7 @@
 
 | adapter | a step has ended | its save waits for | the training has ended |
 |---|---|---|---|
-| `lightning` | `on_train_batch_end` | the hook of the module, a validation, or the end of the epoch | `on_train_end` |
+| `lightning` | `on_train_batch_end` | `on_advance_end` of the loop of batches, or of that of epochs | before `on_train_end` |
 | `transformers` | `on_step_end` | logs, an evaluation, or the end of the epoch | `on_train_end` |
 | `keras` | `on_train_batch_end` | the end of the epoch with its validation, if the batch is its last | `on_epoch_end` |
 | `mindspore` | `on_train_step_end` | the end of the epoch with its evaluation, if the step is its last | leaving the block |
@@ -80,6 +80,14 @@ class FrameworkManager(CheckpointManager):
         """End a step; return whether the training should stop after it. Raises as `step_end`."""
         self.step_end(step, state, epoch=epoch, metrics=metrics)
         return self.should_stop
+
+    def end_training(self) -> None:
+        """Save the last step now, if it is due at the end: what follows is no part of it.
+
+        Raises:
+            UnsupportedState, OSError, CkptmgrError: As `save`.
+        """
+        self._save_last_step()
 
     def resume_newest(
         self, parts: Collection[str] = (), *, of: str = "", state: object = None

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """`LightningCheckpoints`: the checkpoints of a `CheckpointManager` as a callback of Lightning.
 
-Only public names of Lightning are used. The state is the dictionary of `trainer.save_checkpoint`,
+The state is the dictionary of `trainer.save_checkpoint`,
 which the trainer hands to the `CheckpointIO` of its strategy: during a fit that is one of ours, which
 keeps the state that the callback asked for, and passes everything else on.
 
-When a step is saved, each rule found by failing:
+A step is saved when it has ended wholly, which is when the loops of Lightning go on:
 
-* Inside an epoch after `on_train_batch_end`, also that of the module, such as of an average of its
-  weights, which Lightning calls after those of the callbacks.
-* Before a validation after `on_validation_end`, alike: Lightning does not repeat the validation of a batch that
-  was saved before it, so that early stopping and random numbers would be others.
-* At the last batch of an epoch in `on_train_epoch_end`, after the hooks and the validation.
+* Inside an epoch after `on_advance_end` of its loop: after all hooks of the batch, those of the module too, the
+  validation that belongs to the step, and the schedules that it moves.
+* At the last batch of an epoch after `on_advance_end` of the loop of epochs, alike.
+* A stop is no part of a step. SIGTERM waits for the end of a validation; where `should_stop` ends the training,
+  the step is saved before the validation and the hooks of the end of an epoch that follow the stop,
+  and before `on_train_end`, in which averaged weights take the place of the trained ones.
 * Random numbers are put back at the start of the epoch, or at the first batch: between the load
   and that, the loaders are made, such as of a random split, with the same draws at each start.
 """
@@ -23,10 +24,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,20 +36,23 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager
+from ckptmgr.integrations.lightning.added_state import KEY, AddedState
 from ckptmgr.integrations.lightning.checkpoint_io import (
     PACKAGES,
     restored,
     storable,
 )
+from ckptmgr.integrations.lightning.epoch_setup import begin_epoch_again
 from ckptmgr.integrations.lightning.loaders import TrainingLoaders
 from ckptmgr.integrations.lightning.manager_io import SCHEME, ManagerIO
-from ckptmgr.integrations.lightning.module_hooks import ModuleHooks
+from ckptmgr.integrations.lightning.measured import Measured
 from ckptmgr.integrations.lightning.optimizers import (
     check_optimizers,
     note_classes,
     stored_optimizers,
 )
-from ckptmgr.integrations.lightning.progress import start_next_epoch
+from ckptmgr.integrations.lightning.progress import forget_begun_batch, start_next_epoch
+from ckptmgr.integrations.lightning.stand_ins import StandIns
 from ckptmgr.observe.observers import Observer
 from ckptmgr.state.global_random import GlobalRandom
 
@@ -61,7 +65,6 @@ _LATEST = "latest"
 _OLD = ("start", "trusted_keys", "allow_unsealed", "allow_unencrypted")
 _PARAMETERS = ("prefix", "resume", "trust", "observe")
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-_ACCUMULATION = "GradientAccumulationScheduler"
 _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch ended"
 
 
@@ -87,9 +90,10 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     trainer.fit(model, loader, ckpt_path=checkpoints.latest())
     ```
 
-    Steps are those of `trainer.global_step`, metrics those of `trainer.callback_metrics`. A run that
-    gets SIGTERM saves its last step before Lightning ends it. `trainer.fit` without
-    `ckpt_path=checkpoints.latest()` is refused where there are checkpoints.
+    Steps are those of `trainer.global_step`, or batches where it does not move, metrics those of
+    `trainer.callback_metrics` that were measured at the step. A run that gets SIGTERM saves its last
+    step before Lightning ends it. `trainer.fit` without `ckpt_path=checkpoints.latest()` is refused
+    where there are checkpoints.
 
     Args:
         directory: Directory of the checkpoints.
@@ -134,12 +138,15 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         )
         self._io: ManagerIO | None = None
         self._loaders = TrainingLoaders(self.manager, self._put_random_back)
+        self._added = AddedState(self._loaders)
+        self._measured = Measured()
+        self._stand_ins = StandIns()
         self._random: Mapping[str, object] | None = None
         self._is_resumed = False
+        self._begins_after_step = False
         self._ended_step: int | None = None
         self._saved_step: int | None = None
-        self._waits_for: Literal["module", "validation", "epoch"] | None = None
-        self._hooks: ModuleHooks | None = None
+        self._is_step_unfinished = False
         self._has_stepped = True
         self._is_between_epochs = False
         self._metrics: Mapping[str, float] = {}
@@ -176,20 +183,33 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self._optimizers = {}
         self._io = ManagerIO(lambda name: self._load(trainer, name), strategy.checkpoint_io)
         strategy.checkpoint_io = self._io
+        self._stand_ins.undo()
         if stage == "fit" and not trainer.fast_dev_run:
-            self._is_resumed = False
-            self._loaders.begin()
-            process = strategy.process_dataloader
+            self._is_resumed = self._begins_after_step = self._is_step_unfinished = False
+            self._added.begin(trainer)
+            self._stand_in_loops(trainer)
 
-            def process_dataloader(loader: Any) -> Any:
-                made = process(loader)
-                return self._loaders.stand_in(made) if trainer.training else made
+    def _stand_in_loops(self, trainer: Any) -> None:
+        """Take part where the loops of Lightning have no hook; a search of a finder is left alone."""
+        epochs = trainer.fit_loop
+        batches = epochs.epoch_loop
+        places = (
+            (trainer.strategy, "process_dataloader", self._process_dataloader),
+            (epochs, "setup_data", self._set_data_up),
+            (epochs, "on_advance_end", self._end_epoch),
+            (epochs, "on_run_end", self._end_run),
+            (batches, "on_advance_end", self._end_batch),
+            (batches.val_loop, "_evaluation_step", self._validate_batch),
+        )
+        for owner, name, function in places:
+            self._stand_ins.put(owner, name, partial(self._unless_searching, trainer, function))
 
-            strategy.process_dataloader = process_dataloader
-            saves = partial(self._save_ended_step, trainer)
-            self._hooks = ModuleHooks(
-                pl_module, {"on_train_batch_end": saves, "on_validation_end": saves}
-            )
+    def _unless_searching(
+        self, trainer: Any, function: Any, method: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self not in trainer.callbacks:
+            return method(*args, **kwargs)
+        return function(trainer, method, *args, **kwargs)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse to train from scratch beside checkpoints, or with other optimizers.
@@ -199,10 +219,12 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             StateMismatch: The checkpoint is of optimizers of another class, or of other parameters.
         """
         optimizers, self._optimizers = self._optimizers, {}
+        self._added.fit_started(trainer)
         check_optimizers(trainer, optimizers)
         if trainer.fast_dev_run or self._is_resumed:
             return
-        if trainer.global_step and trainer.global_step == self._ended_step:
+        step = self._added.count.of(trainer)
+        if step and step == self._ended_step:
             return  # a second fit of the same trainer
         self.manager.check_may_begin(
             "this fit does not resume it (Lightning's ckpt_path='last' finds only its own files)",
@@ -211,22 +233,27 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self.manager.resume()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Give back what Lightning does not resume, such as the metrics; warn of the rest."""
-        if self._is_resumed:  # the number of batches for a step is set where an epoch starts
+        """Give back what Lightning does not resume, such as the metrics.
+
+        Raises:
+            RuntimeError: The training begins at another step than the resumed one.
+        """
+        step = self._added.count.of(trainer)
+        if self._is_resumed:
+            if step != self._ended_step:
+                raise RuntimeError(
+                    f"step {self._ended_step} was resumed, but the training begins at step {step}: a callback has loaded"
+                    " another checkpoint in between, such as a finder of a learning rate; leave it out of a run that goes on"
+                )
             for callback in trainer.callbacks:
-                if any(one.__name__ == _ACCUMULATION for one in type(callback).__mro__):
-                    callback.on_train_epoch_start(trainer, pl_module)
+                begin_epoch_again(callback, trainer, is_inside=self._begins_after_step)
         trainer.callback_metrics.update(
             {name: torch.tensor(value) for name, value in self._metrics.items()}
         )
         self._metrics = {}
-        self._ended_step = trainer.global_step
-        plateaus = [config for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
-        if self._is_resumed and any(config.interval == "epoch" for config in plateaus):
-            _LOG.warning(
-                "Lightning does not step a ReduceLROnPlateau at the end of the epoch that it resumes, so the learning rate may"
-                " not be that of an uncut run"
-            )
+        self._added.training_started(trainer)
+        self._measured.forget(trainer)
+        self._ended_step = step
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Put the random numbers back, before the module draws."""
@@ -237,47 +264,94 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Note that an epoch runs; of a resumed one Lightning does not say that it starts."""
-        self._is_between_epochs = False
-        self._loaders.iterated()
+        self._is_between_epochs = self._begins_after_step = False
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Note that a step has ended, and what its save waits for."""
-        self._has_stepped = trainer.global_step != self._ended_step
+        """Note that a step has ended: the loops finish it."""
+        count, before = self._added.count, self._ended_step or 0
+        count.batch_ended(trainer, since=before)
+        step = count.of(trainer)
+        self._has_stepped = step != before
         if trainer.fast_dev_run or not self._has_stepped:
             return
-        self._ended_step = trainer.global_step
-        if trainer.is_last_batch:
-            self._waits_for = "epoch"
-        elif _validates(trainer, batch_idx):
-            self._waits_for = "validation"
-        else:
-            self._waits_for = "module"
+        self._ended_step, self._is_step_unfinished = step, True
+        self.manager.note_step(step, self._state_function(trainer), **self._facts(trainer))
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Note that the save of a step waits for the module alone."""
-        if self._waits_for == "validation":
-            self._waits_for = "module"
+        """Count what a validation measured between two steps to neither."""
+        if not self._is_step_unfinished:
+            self._measured.forget(trainer)
 
-    def _save_ended_step(self, trainer: Any) -> None:
-        """Save, after the hook of the module.
+    def _process_dataloader(self, trainer: Any, method: Any, loader: Any) -> Any:
+        made = method(loader)
+        return self._loaders.stand_in(made) if trainer.training else made
+
+    def _set_data_up(self, _: Any, method: Any) -> None:
+        self._loaders.ask_anew()
+        method()
+
+    def _validate_batch(self, _: Any, method: Any, *args: Any) -> None:
+        """Validate a batch; after SIGTERM the validation goes on, because its step ends with it."""
+        try:
+            method(*args)
+        except SystemExit as error:
+            if not _is_sigterm(error):
+                raise
+
+    def _end_batch(self, trainer: Any, method: Any, fetcher: Any) -> None:
+        """Finish a step inside an epoch, and save it.
 
         Raises:
             UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
         """
-        if self._waits_for == "module":
-            self._step_end(trainer)
+        loop = trainer.fit_loop.epoch_loop
+        if self._begins_after_step:  # of a resumed run; Lightning would finish its step once more
+            loop._skip_next_val = False
+            return
+        trainer.fit_loop._restarting = False  # from now on the metrics of plateaus are there
+        is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
+        stops_apart = is_stopped and not trainer.is_last_batch and not _validates(trainer, fetcher)
+        trainer.should_stop = trainer.should_stop and not stops_apart
+        try:
+            method(fetcher)
+        except SystemExit as error:
+            if _is_sigterm(error):
+                self._finish(trainer, is_preempted=True)
+            raise
+        is_over = trainer.should_stop and trainer.fit_loop._can_stop_early
+        is_over = is_over or stops_apart or 0 <= trainer.max_steps <= trainer.global_step
+        if not trainer.is_last_batch:
+            self._finish(trainer, is_over=is_over)
+        if stops_apart:  # the validation that Lightning makes because of the stop
+            trainer.should_stop = True
+            loop._batches_that_stepped -= 1
+            method(fetcher)
 
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step of the epoch."""
-        if self._waits_for is not None:
+    def _end_epoch(self, trainer: Any, method: Any) -> None:
+        """Finish the last step of an epoch, and save it. Raises as `_end_batch`."""
+        try:
+            method()
+        except SystemExit as error:
+            if _is_sigterm(error):
+                self._epoch_ended(trainer, is_preempted=True)
+            raise
+        self._epoch_ended(trainer)
+
+    def _epoch_ended(self, trainer: Any, *, is_preempted: bool = False) -> None:
+        if trainer.is_last_batch:  # and not a stop inside the epoch
             self._is_between_epochs = True
             self._loaders.end_pass()
-            self._step_end(trainer)
+        self._finish(trainer, is_preempted=is_preempted)
+
+    def _end_run(self, _: Any, method: Any) -> None:
+        """Save the last step, if it is due at the end, before the hooks of the end."""
+        self.manager.end_training()
+        method()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the last step, if it is due at the end, and wait."""
+        """Wait for the saves."""
         self.manager.__exit__(None, None, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -304,29 +378,43 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         """Record the classes of the optimizers, which Lightning does not."""
         note_classes(trainer.optimizers, checkpoint)
 
-    def _step_end(self, trainer: Any) -> None:
-        self._waits_for = None
-        step = trainer.global_step
-        state: Any = lambda: self._state_of(trainer)  # noqa: E731
-        if 0 <= trainer.max_steps <= step and not trainer.is_last_batch:
-            # The trainer counts the epoch as ended before it ends.
-            ready = self._state_of(trainer)
-            state = lambda: ready  # noqa: E731
-        handle = self.manager.step_end(step, state, **_facts(trainer))
+    def _finish(self, trainer: Any, *, is_over: bool = False, is_preempted: bool = False) -> None:
+        """Save a step that has ended now, if there is one and it is due."""
+        if not self._is_step_unfinished:
+            return
+        self._is_step_unfinished = False
+        step, facts = self._added.count.of(trainer), self._facts(trainer)
+        state = self._state_function(trainer)
+        handle = self.manager.step_end(step, state, **facts)
+        self._measured.forget(trainer)
         if handle is not None and not handle.has_failed:
             self._saved_step = step
+        if is_preempted and self._saved_step != step:
+            self.manager.save(step, state, why="preempted", **facts)
+            self._saved_step = step
+        elif is_over:
+            self.manager.end_training()
 
     def _save_preempted(self, trainer: Any) -> None:
+        """Save after SIGTERM where no step has ended since: the last one was not saved."""
         if not self._has_stepped:
             _LOG.warning(
                 "SIGTERM came while gradients were accumulated, and Lightning does not save them: the resumed run"
                 " does not go on bit for bit"
             )
-        self._step_end(trainer)  # the loaders may have gone on
-        step = trainer.global_step
-        if self._saved_step != step:
-            state, facts = (lambda: self._state_of(trainer)), _facts(trainer)
-            self.manager.save(step, state, why="preempted", **facts)
+        step, state = self._added.count.of(trainer), self._state_function(trainer)
+        self.manager.step_end(step, state, **self._facts(trainer))  # the loaders have gone on
+        self.manager.save(step, state, why="preempted", **self._facts(trainer))
+
+    def _facts(self, trainer: Any) -> dict[str, Any]:
+        return {"epoch": self._epoch(trainer), "metrics": self._measured.since(trainer)}
+
+    def _epoch(self, trainer: Any) -> int:
+        """Return the epoch of the last step; between two epochs Lightning counts the next one."""
+        return int(trainer.current_epoch) - self._is_between_epochs
+
+    def _state_function(self, trainer: Any) -> Callable[[], dict[str, Any]]:
+        return lambda: self._state_of(trainer)
 
     def _state_of(self, trainer: Any) -> dict[str, Any]:
         """Return the checkpoint of a trainer, which it hands to our `CheckpointIO`."""
@@ -334,9 +422,11 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         checkpoint = self._io.taken(trainer)
         fit_loop = checkpoint["loops"]["fit_loop"]
         fit_loop["state_dict"].pop("combined_loader", None)  # the manager has the places
+        forget_begun_batch(fit_loop)
         if self._is_between_epochs:
             start_next_epoch(fit_loop)
-        return storable(checkpoint)
+        added = self._added.to_state(trainer, is_between_epochs=self._is_between_epochs)
+        return storable({**checkpoint, "epoch": self._epoch(trainer), KEY: added})
 
     # ------------------------------------------------------------------ loads
 
@@ -370,7 +460,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         checkpoint = _restored(trainer, found.state, name)
         self._random = random.state_dict()
         random.load_state_dict(of_start)  # the program draws for its data as at each start
+        self._added.take(trainer, checkpoint, self._stand_ins)
         self._is_resumed = True
+        self._begins_after_step = self._added.is_inside_epoch
         self._ended_step = self._saved_step = found.step
         self._metrics = found.metrics
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)  # ours are
@@ -384,16 +476,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     def _uninstall(self, trainer: Any) -> None:
         if self._io is not None:
             trainer.strategy.checkpoint_io = self._io.inner
-            vars(trainer.strategy).pop("process_dataloader", None)
             self._io = None
-        if self._hooks is not None:
-            self._hooks.uninstall()
-            self._hooks = None
-
-
-def _facts(trainer: Any) -> dict[str, Any]:
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return {"epoch": trainer.current_epoch, "metrics": metrics}
+        self._stand_ins.undo()
+        self._added.count.end()
 
 
 def _restored(trainer: Any, state: object, name: str) -> dict[str, Any]:
@@ -409,12 +494,10 @@ def _is_sigterm(error: BaseException) -> bool:
     return any(cls.__name__ == "SIGTERMException" for cls in type(error).__mro__)
 
 
-def _validates(trainer: Any, batch_idx: int) -> bool:
-    """Whether a validation follows a batch that is not the last of its epoch."""
-    every, between = trainer.check_val_every_n_epoch, trainer.val_check_batch
-    if not trainer.enable_validation or between is None:
-        return False
-    if every is not None and (trainer.current_epoch + 1) % every:
-        return False
-    done = trainer.fit_loop.total_batch_idx if every is None else batch_idx
-    return bool((done + 1) % between == 0)
+def _validates(trainer: Any, fetcher: Any) -> bool:
+    """Whether a validation follows a batch also where no stop asks for it."""
+    trainer.should_stop = False
+    try:
+        return bool(trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher))
+    finally:
+        trainer.should_stop = True

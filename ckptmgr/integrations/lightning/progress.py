@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_OF_EPOCH = ("epoch_loop.batch_progress", "epoch_loop.scheduler_progress")
+_BATCHES = "epoch_loop.batch_progress"
+_OF_EPOCH = (_BATCHES, "epoch_loop.scheduler_progress")
 _OPTIMIZER = "epoch_loop.automatic_optimization.optim_progress"
 _VALIDATION = "epoch_loop.val_loop.batch_progress"
 
@@ -24,8 +25,14 @@ def start_next_epoch(fit_loop: dict[str, Any]) -> None:
     parts += fit_loop[_OPTIMIZER]["optimizer"].values()
     for part in parts:
         _clear(part["current"])
-    fit_loop["epoch_loop.batch_progress"]["is_last_batch"] = False
+    fit_loop[_BATCHES]["is_last_batch"] = False
     _clear(fit_loop[_VALIDATION]["total"])
+
+
+def forget_begun_batch(fit_loop: dict[str, Any]) -> None:
+    """Count no batch that has begun and not ended, such as one that an error or a hook has stopped."""
+    for counts in (fit_loop[_BATCHES]["total"], fit_loop[_BATCHES]["current"]):
+        counts.update(dict.fromkeys(counts, counts["completed"]))
 
 
 def _clear(counts: dict[str, int]) -> None:
