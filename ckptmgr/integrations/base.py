@@ -81,6 +81,11 @@ class FrameworkManager(CheckpointManager):
         self.step_end(step, state, epoch=epoch, metrics=metrics)
         return self.should_stop
 
+    @property
+    def saves_after_errors(self) -> bool:
+        """Whether the last step is saved when the training fails."""
+        return self._config.exception_save
+
     def end_training(self) -> None:
         """Save the last step now, if it is due at the end: what follows is no part of it.
 

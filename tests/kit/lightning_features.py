@@ -373,5 +373,7 @@ def run(
         "ends": (trainer.global_step, trainer.current_epoch, trainer.fit_loop.total_batch_idx),
         "metrics": {name: float(one) for name, one in trainer.callback_metrics.items()},
         "losses": model.losses,
-        "saved": {one.step: (one.epoch, dict(one.metrics)) for one in checkpoints.manager.checkpoints()},
+        "saved": {
+            one.step: (one.epoch, dict(one.metrics)) for one in checkpoints.manager.checkpoints()
+        },
     }

@@ -37,6 +37,7 @@ from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.integrations.lightning.added_state import KEY, AddedState
+from ckptmgr.integrations.lightning.aside import StateAside
 from ckptmgr.integrations.lightning.checkpoint_io import (
     PACKAGES,
     restored,
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _LATEST = "latest"
+_StateFunction = Callable[[], dict[str, Any]]
 _OLD = ("start", "trusted_keys", "allow_unsealed", "allow_unencrypted")
 _PARAMETERS = ("prefix", "resume", "trust", "observe")
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
@@ -147,7 +149,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self._ended_step: int | None = None
         self._saved_step: int | None = None
         self._is_step_unfinished = False
-        self._has_stepped = True
+        self._last: tuple[int, _StateFunction, dict[str, Any]] | None = None
+        self._keeps_aside = self.manager.saves_after_errors
         self._is_between_epochs = False
         self._metrics: Mapping[str, float] = {}
         self._optimizers: Mapping[str, Any] = {}
@@ -186,6 +189,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self._stand_ins.undo()
         if stage == "fit" and not trainer.fast_dev_run:
             self._is_resumed = self._begins_after_step = self._is_step_unfinished = False
+            self._last = None
             self._added.begin(trainer)
             self._stand_in_loops(trainer)
 
@@ -273,11 +277,10 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         count, before = self._added.count, self._ended_step or 0
         count.batch_ended(trainer, since=before)
         step = count.of(trainer)
-        self._has_stepped = step != before
-        if trainer.fast_dev_run or not self._has_stepped:
-            return
-        self._ended_step, self._is_step_unfinished = step, True
-        self.manager.note_step(step, self._state_function(trainer), **self._facts(trainer))
+        if step == before:
+            self._keeps_aside = True
+        elif not trainer.fast_dev_run:
+            self._ended_step, self._is_step_unfinished = step, True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Count what a validation measured between two steps to neither."""
@@ -311,8 +314,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             loop._skip_next_val = False
             return
         trainer.fit_loop._restarting = False  # from now on the metrics of plateaus are there
-        is_stopped = trainer.should_stop and trainer.fit_loop._can_stop_early
-        stops_apart = is_stopped and not trainer.is_last_batch and not _validates(trainer, fetcher)
+        stops_apart = (
+            _stops(trainer) and not trainer.is_last_batch and not _validates(trainer, fetcher)
+        )
         trainer.should_stop = trainer.should_stop and not stops_apart
         try:
             method(fetcher)
@@ -320,10 +324,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             if _is_sigterm(error):
                 self._finish(trainer, is_preempted=True)
             raise
-        is_over = trainer.should_stop and trainer.fit_loop._can_stop_early
-        is_over = is_over or stops_apart or 0 <= trainer.max_steps <= trainer.global_step
         if not trainer.is_last_batch:
-            self._finish(trainer, is_over=is_over)
+            is_at_end = 0 <= trainer.max_steps <= trainer.global_step
+            self._finish(trainer, is_over=stops_apart or is_at_end or _stops(trainer))
         if stops_apart:  # the validation that Lightning makes because of the stop
             trainer.should_stop = True
             loop._batches_that_stepped -= 1
@@ -355,10 +358,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self.manager.__exit__(None, None, None)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save the last step after SIGTERM, or if `exception_save` asks for it; never raise."""
+        """Save the last step if `exception_save` asks for it; never raise."""
         try:
-            if _is_sigterm(exception) and self._ended_step != self._saved_step:
-                self._save_preempted(trainer)
             self.manager.__exit__(type(exception), exception, exception.__traceback__)
         except Exception as failure:
             add_note(exception, f"ckptmgr: the last step could not be saved: {failure}")
@@ -379,32 +380,30 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         note_classes(trainer.optimizers, checkpoint)
 
     def _finish(self, trainer: Any, *, is_over: bool = False, is_preempted: bool = False) -> None:
-        """Save a step that has ended now, if there is one and it is due."""
-        if not self._is_step_unfinished:
-            return
-        self._is_step_unfinished = False
-        step, facts = self._added.count.of(trainer), self._facts(trainer)
-        state = self._state_function(trainer)
-        handle = self.manager.step_end(step, state, **facts)
-        self._measured.forget(trainer)
-        if handle is not None and not handle.has_failed:
-            self._saved_step = step
-        if is_preempted and self._saved_step != step:
+        """Save a step that has ended now, if there is one and it is due.
+
+        When the training is over, the last step is saved in any case, also where it ended batches ago.
+        """
+        if self._is_step_unfinished:
+            self._is_step_unfinished = False
+            self._end_step(trainer)
+        if is_preempted and self._last is not None and self._saved_step != self._ended_step:
+            step, state, facts = self._last
             self.manager.save(step, state, why="preempted", **facts)
             self._saved_step = step
         elif is_over:
             self.manager.end_training()
 
-    def _save_preempted(self, trainer: Any) -> None:
-        """Save after SIGTERM where no step has ended since: the last one was not saved."""
-        if not self._has_stepped:
-            _LOG.warning(
-                "SIGTERM came while gradients were accumulated, and Lightning does not save them: the resumed run"
-                " does not go on bit for bit"
-            )
-        step, state = self._added.count.of(trainer), self._state_function(trainer)
-        self.manager.step_end(step, state, **self._facts(trainer))  # the loaders have gone on
-        self.manager.save(step, state, why="preempted", **self._facts(trainer))
+    def _end_step(self, trainer: Any) -> None:
+        step, facts = self._added.count.of(trainer), self._facts(trainer)
+        self._measured.forget(trainer)
+        state: _StateFunction = lambda: self._state_of(trainer)  # noqa: E731
+        if self._keeps_aside or trainer.accumulate_grad_batches > 1:
+            state = StateAside(trainer.lightning_module, state())
+        self._last = step, state, facts
+        handle = self.manager.step_end(step, state, **facts)
+        if handle is not None and not handle.has_failed:
+            self._saved_step = step
 
     def _facts(self, trainer: Any) -> dict[str, Any]:
         return {"epoch": self._epoch(trainer), "metrics": self._measured.since(trainer)}
@@ -412,9 +411,6 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     def _epoch(self, trainer: Any) -> int:
         """Return the epoch of the last step; between two epochs Lightning counts the next one."""
         return int(trainer.current_epoch) - self._is_between_epochs
-
-    def _state_function(self, trainer: Any) -> Callable[[], dict[str, Any]]:
-        return lambda: self._state_of(trainer)
 
     def _state_of(self, trainer: Any) -> dict[str, Any]:
         """Return the checkpoint of a trainer, which it hands to our `CheckpointIO`."""
@@ -492,6 +488,10 @@ def _restored(trainer: Any, state: object, name: str) -> dict[str, Any]:
 
 def _is_sigterm(error: BaseException) -> bool:
     return any(cls.__name__ == "SIGTERMException" for cls in type(error).__mro__)
+
+
+def _stops(trainer: Any) -> bool:
+    return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
 
 
 def _validates(trainer: Any, fetcher: Any) -> bool:

@@ -39,11 +39,11 @@ def skip_finders(trainer: Any, found: Mapping[str, Any], stand_ins: StandIns) ->
 
 
 def _attributes(callback: Any, trainer: Any) -> Iterator[str]:
-    kinds = _kinds(callback)
+    kinds, names = _kinds(callback), list[str]()
     if _RATE in kinds:
-        names = (callback._attr_name,) if callback._attr_name else ("lr", "learning_rate")
-    else:
-        names = (callback._batch_arg_name,) if _SIZE in kinds else ()
+        names = [callback._attr_name] if callback._attr_name else ["lr", "learning_rate"]
+    elif _SIZE in kinds:
+        names = [callback._batch_arg_name]
     has = _parsing(trainer).lightning_hasattr
     yield from [name for name in names if has(trainer.lightning_module, name)][:1]
 
