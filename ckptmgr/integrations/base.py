@@ -94,6 +94,10 @@ class FrameworkManager(CheckpointManager):
         """
         self._save_last_step()
 
+    def forget_last_step(self) -> None:
+        """Save no step at the end, or after an error, until another one has ended."""
+        self._past.unsaved = None
+
     def resume_newest(
         self, parts: Collection[str] = (), *, of: str = "", state: object = None
     ) -> Resumption:

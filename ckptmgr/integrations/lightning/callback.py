@@ -149,9 +149,12 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self._ended_step: int | None = None
         self._saved_step: int | None = None
         self._is_step_unfinished = False
+        self._stop: Callable[[], None] = _nothing
         self._last: tuple[int, _StateFunction, dict[str, Any]] | None = None
+        self._has_stepped = True
         self._keeps_aside = self.manager.saves_after_errors
         self._is_between_epochs = False
+        self._is_in_epoch = False
         self._metrics: Mapping[str, float] = {}
         self._optimizers: Mapping[str, Any] = {}
 
@@ -250,7 +253,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
                     " another checkpoint in between, such as a finder of a learning rate; leave it out of a run that goes on"
                 )
             for callback in trainer.callbacks:
-                begin_epoch_again(callback, trainer, is_inside=self._begins_after_step)
+                begin_epoch_again(callback, trainer, is_inside=self._added.is_inside_epoch)
         trainer.callback_metrics.update(
             {name: torch.tensor(value) for name, value in self._metrics.items()}
         )
@@ -269,6 +272,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     ) -> None:
         """Note that an epoch runs; of a resumed one Lightning does not say that it starts."""
         self._is_between_epochs = self._begins_after_step = False
+        self._is_in_epoch = True
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -277,7 +281,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         count, before = self._added.count, self._ended_step or 0
         count.batch_ended(trainer, since=before)
         step = count.of(trainer)
-        if step == before:
+        self._has_stepped = step != before
+        if not self._has_stepped:
             self._keeps_aside = True
         elif not trainer.fast_dev_run:
             self._ended_step, self._is_step_unfinished = step, True
@@ -314,9 +319,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             loop._skip_next_val = False
             return
         trainer.fit_loop._restarting = False  # from now on the metrics of plateaus are there
-        stops_apart = (
-            _stops(trainer) and not trainer.is_last_batch and not _validates(trainer, fetcher)
-        )
+        stops_apart = _stops(trainer) and not _validates(trainer, fetcher)
         trainer.should_stop = trainer.should_stop and not stops_apart
         try:
             method(fetcher)
@@ -324,13 +327,16 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             if _is_sigterm(error):
                 self._finish(trainer, is_preempted=True)
             raise
+        if stops_apart:
+            self._stop = partial(_stop, trainer, method, fetcher)
         if not trainer.is_last_batch:
             is_at_end = 0 <= trainer.max_steps <= trainer.global_step
             self._finish(trainer, is_over=stops_apart or is_at_end or _stops(trainer))
-        if stops_apart:  # the validation that Lightning makes because of the stop
-            trainer.should_stop = True
-            loop._batches_that_stepped -= 1
-            method(fetcher)
+            self._go_on_to_stop()
+
+    def _go_on_to_stop(self) -> None:
+        stop, self._stop = self._stop, _nothing
+        stop()
 
     def _end_epoch(self, trainer: Any, method: Any) -> None:
         """Finish the last step of an epoch, and save it. Raises as `_end_batch`."""
@@ -341,15 +347,19 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
                 self._epoch_ended(trainer, is_preempted=True)
             raise
         self._epoch_ended(trainer)
+        self._go_on_to_stop()
 
     def _epoch_ended(self, trainer: Any, *, is_preempted: bool = False) -> None:
-        if trainer.is_last_batch:  # and not a stop inside the epoch
+        """Finish the last step of an epoch; none ends with it at a stop, or where gradients accumulate."""
+        self._is_in_epoch = False
+        if trainer.is_last_batch and self._has_stepped:
             self._is_between_epochs = True
             self._loaders.end_pass()
         self._finish(trainer, is_preempted=is_preempted)
 
-    def _end_run(self, _: Any, method: Any) -> None:
+    def _end_run(self, trainer: Any, method: Any) -> None:
         """Save the last step, if it is due at the end, before the hooks of the end."""
+        self._lose_step_before(self._epoch(trainer))
         self.manager.end_training()
         method()
 
@@ -360,6 +370,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Save the last step if `exception_save` asks for it; never raise."""
         try:
+            if self._is_in_epoch and self.manager.saves_after_errors:
+                self._lose_step_before(trainer.current_epoch)
             self.manager.__exit__(type(exception), exception, exception.__traceback__)
         except Exception as failure:
             add_note(exception, f"ckptmgr: the last step could not be saved: {failure}")
@@ -387,12 +399,27 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         if self._is_step_unfinished:
             self._is_step_unfinished = False
             self._end_step(trainer)
+        elif is_over or is_preempted:
+            self._lose_step_before(self._epoch(trainer))
         if is_preempted and self._last is not None and self._saved_step != self._ended_step:
             step, state, facts = self._last
             self.manager.save(step, state, why="preempted", **facts)
             self._saved_step = step
         elif is_over:
             self.manager.end_training()
+
+    def _lose_step_before(self, epoch: int) -> None:
+        """Save no step of an earlier epoch any more: the loaders have begun this one."""
+        if self._last is None or self._last[2]["epoch"] == epoch:
+            return
+        if self._saved_step != self._ended_step:
+            _LOG.warning(
+                "the training stops before the first step of an epoch has ended: step %d is not saved, so the newest"
+                " checkpoint is that of an earlier step",
+                self._ended_step,
+            )
+        self._last = None
+        self.manager.forget_last_step()
 
     def _end_step(self, trainer: Any) -> None:
         step, facts = self._added.count.of(trainer), self._facts(trainer)
@@ -409,8 +436,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         return {"epoch": self._epoch(trainer), "metrics": self._measured.since(trainer)}
 
     def _epoch(self, trainer: Any) -> int:
-        """Return the epoch of the last step; between two epochs Lightning counts the next one."""
-        return int(trainer.current_epoch) - self._is_between_epochs
+        """Return the epoch of the last batch; after its end Lightning counts the next one."""
+        return int(trainer.current_epoch) - (not self._is_in_epoch)
 
     def _state_of(self, trainer: Any) -> dict[str, Any]:
         """Return the checkpoint of a trainer, which it hands to our `CheckpointIO`."""
@@ -418,9 +445,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         checkpoint = self._io.taken(trainer)
         fit_loop = checkpoint["loops"]["fit_loop"]
         fit_loop["state_dict"].pop("combined_loader", None)  # the manager has the places
-        forget_begun_batch(fit_loop)
-        if self._is_between_epochs:
-            start_next_epoch(fit_loop)
+        (start_next_epoch if self._is_between_epochs else forget_begun_batch)(fit_loop)
         added = self._added.to_state(trainer, is_between_epochs=self._is_between_epochs)
         return storable({**checkpoint, "epoch": self._epoch(trainer), KEY: added})
 
@@ -456,9 +481,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         checkpoint = _restored(trainer, found.state, name)
         self._random = random.state_dict()
         random.load_state_dict(of_start)  # the program draws for its data as at each start
+        self._begins_after_step = KEY in checkpoint
         self._added.take(trainer, checkpoint, self._stand_ins)
         self._is_resumed = True
-        self._begins_after_step = self._added.is_inside_epoch
         self._ended_step = self._saved_step = found.step
         self._metrics = found.metrics
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)  # ours are
@@ -492,6 +517,16 @@ def _is_sigterm(error: BaseException) -> bool:
 
 def _stops(trainer: Any) -> bool:
     return bool(trainer.should_stop and trainer.fit_loop._can_stop_early)
+
+
+def _nothing() -> None: ...
+
+
+def _stop(trainer: Any, finish_batch: Any, fetcher: Any) -> None:
+    """Stop as asked, after the validation that Lightning makes because of it."""
+    trainer.should_stop = True
+    trainer.fit_loop.epoch_loop._batches_that_stepped -= 1  # counted once more
+    finish_batch(fetcher)
 
 
 def _validates(trainer: Any, fetcher: Any) -> bool:

@@ -30,9 +30,11 @@ def start_next_epoch(fit_loop: dict[str, Any]) -> None:
 
 
 def forget_begun_batch(fit_loop: dict[str, Any]) -> None:
-    """Count no batch that has begun and not ended, such as one that an error or a hook has stopped."""
-    for counts in (fit_loop[_BATCHES]["total"], fit_loop[_BATCHES]["current"]):
-        counts.update(dict.fromkeys(counts, counts["completed"]))
+    """Count no batch that has begun and not ended, such as one that an error has stopped."""
+    total, current = (fit_loop[_BATCHES][name] for name in ("total", "current"))
+    for name, count in current.items():
+        total[name] -= count - current["completed"]
+        current[name] = current["completed"]
 
 
 def _clear(counts: dict[str, int]) -> None:
