@@ -5,8 +5,8 @@
 |---|---|---|---|
 | `lightning` | `on_train_batch_end` | `on_advance_end` of the loop of batches, or of that of epochs | before `on_train_end` |
 | `transformers` | `on_step_end` | logs, an evaluation, or the end of the epoch | `on_train_end` |
-| `keras` | `on_train_batch_end` | the end of the epoch with its validation, if the batch is its last | `on_epoch_end` |
-| `mindspore` | `on_train_step_end` | the end of the epoch with its evaluation, if the step is its last | leaving the block |
+| `keras` | `on_train_batch_end` | the end of the epoch, if the batch is its last | a stop, or `on_epoch_end` |
+| `mindspore` | `on_train_step_end` | the end of the epoch, if the step is its last | a stop, or `on_train_epoch_end` |
 | `accelerate` | `step_end` of the loop | nothing | leaving the block |
 
 To add one: make a `FrameworkManager`; call `end_step` once for each step, with the state as it was when
@@ -17,7 +17,8 @@ when the training ends, with the error if there is one.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -135,6 +136,44 @@ class FrameworkManager(CheckpointManager):
                 f" {self._owner}(..., resume=Resume(start='new'))"
             )
         return newest
+
+
+def _as_they_are(callbacks: list[Any]) -> list[Any]:
+    return callbacks
+
+
+def move_to_end(
+    callback: object,
+    names: Collection[str],
+    arrange: Callable[[list[Any]], list[Any]] = _as_they_are,
+) -> tuple[list[Any], bool]:
+    """Have a callback called after all others of its list, from the next event on.
+
+    It is called once more in the present event, behind the others. No framework gives a callback
+    the list that calls it, so the list is taken from the frames above.
+
+    Args:
+        callback: The callback whose method runs.
+        names: Attributes in which lists of callbacks hold them.
+        arrange: Returns the list of the others in which they are called.
+
+    Returns:
+        The other callbacks, and whether this call is the last of the event.
+    """
+    frame = sys._getframe(1)
+    while (above := frame.f_back) is not None:
+        frame = above
+        caller = frame.f_locals.get("self")
+        for name in names:
+            found = getattr(caller, "__dict__", {}).get(name)
+            if isinstance(found, list) and any(one is callback for one in found):
+                others = [one for one in found if one is not callback]
+                is_last = found[-1] is callback
+                if not is_last:
+                    found.append(callback)  # the event runs through this list
+                    setattr(caller, name, [*arrange(others), callback])
+                return others, is_last
+    return [], True
 
 
 class TrainingBlock:

@@ -57,6 +57,44 @@ def averaged(directory: str, steps: int) -> object:
     return _train(directory, steps, *_rows(), optimizer=optimizer, batch_size=SIZE)
 
 
+class Losses(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keeps the numbers of all epochs, over the starts of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Keep the numbers of the epoch."""
+        self.seen = [*self.seen, *(float(logs[name]) for name in ("loss", "mae", "val_loss"))]
+
+
+def watched(directory: str, steps: int) -> object:
+    """Train with callbacks that read the validation: a plateau halves the rate in every epoch.
+
+    The averages of the weights are swapped in for the validation, and at the end of an epoch.
+    """
+    x, y = _rows()
+    losses = Losses()
+    plateau = keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=9.0)
+    early = keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)
+    optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9)
+    counting = [losses, plateau, early]
+    return _train(
+        directory,
+        steps,
+        x,
+        y,
+        optimizer=optimizer,
+        config={"keep": "last(2)"},
+        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True), *counting],
+        counting=counting,
+        batch_size=SIZE,
+        validation_data=(x[:32], y[:32]),
+        validation_batch_size=8,
+    ) | {"seen": losses.seen, "wait": plateau.wait, "best": early.best}
+
+
 def dataset(directory: str, steps: int) -> object:
     """Train on batches with noise, with encrypted saves in a thread."""
     secret = {"enc_key": bytes(range(32)), "format": "safetensors", "async_save": "thread"}
@@ -90,8 +128,9 @@ def _train(
     optimizer: Any = None,
     config: Any = None,
     callbacks: Any = (),
+    counting: Any = (),
     **options: Any,
-) -> object:
+) -> dict[str, object]:
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -104,8 +143,8 @@ def _train(
         ]
     )
     model.compile(optimizer or keras.optimizers.Adam(1e-2), "mse", metrics=["mae"])
-    kept = CheckpointConfig(keep="last(2) | best(1, loss, min)", **(config or {}))
-    with KerasCheckpoints(directory, kept) as checkpoints:
+    kept = CheckpointConfig(**{"keep": "last(2) | best(1, loss, min)", **(config or {})})
+    with KerasCheckpoints(directory, kept, counting=counting) as checkpoints:
         history = model.fit(
             *data,
             epochs=-(-steps // (ROWS // SIZE)),

@@ -37,8 +37,8 @@ keras = pytest.importorskip("keras", reason="needs keras: make kit FRAMEWORK=ker
 from keras.callbacks import Callback  # noqa: E402
 from keras.utils import PyDataset  # noqa: E402
 
+from ckptmgr.integrations.counting import counts_of, put_counts  # noqa: E402
 from ckptmgr.integrations.keras import CheckpointCallback, KerasCheckpoints  # noqa: E402
-from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
 
 pytestmark = [
     pytest.mark.kit,
@@ -59,6 +59,7 @@ AT_EDGES = {
     f"{OWN}:dataset": SMALL,
     f"{OWN}:loader": SMALL,
     f"{OWN}:averaged": {**SMALL, "environment": JAX},
+    f"{OWN}:watched": SMALL,
 }
 
 
@@ -329,6 +330,71 @@ def test_sigterm_saves_the_step_and_cuts_the_validation_short(tmp_path: Path) ->
     assert same(fit(tmp_path, 2), fit(tmp_path / "uncut", 2))
 
 
+WATCHED = """
+import json, os, signal, sys, keras, numpy as np
+from ckptmgr import CheckpointConfig
+from ckptmgr.integrations.keras import KerasCheckpoints
+
+x = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+y = np.sin(x).sum(1, keepdims=True)
+callbacks = keras.callbacks
+
+class Losses(callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        names = "loss", "mae", "val_loss", "val_mae"
+        self.seen = self.seen + [float(logs[name]) for name in names]
+
+class End(callbacks.Callback):
+    def __init__(self, at, how):
+        super().__init__()
+        self.at, self.how = at, how
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == self.at:
+            if self.how == "signal":
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                self.model.stop_training = True
+
+def fit(name, at=None, how="", epochs=4):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Input((4,)), keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.3), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9), "mse", metrics=["mae"])
+    losses, plateau = Losses(), callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=2, min_delta=9.0)
+    early = callbacks.EarlyStopping("val_loss", patience=3, min_delta=9.0, restore_best_weights=True)
+    counting = [losses, plateau, early]
+    end, swap = End(at, how), callbacks.SwapEMAWeights(swap_on_epoch=True)
+    config = CheckpointConfig(save_checkpoint_steps=1000)
+    with KerasCheckpoints(name, config, counting=counting) as ours:
+        last = [swap, end, *counting, ours]
+        model.fit(x, y, batch_size=8, epochs=epochs, validation_data=(x[:16], y[:16]), validation_batch_size=4,
+            verbose=0, initial_epoch=ours.initial_epoch,
+            callbacks=last if is_last else [swap, plateau, ours, losses, early, end])
+    return losses.seen, plateau.wait, early.wait, early.best, [w.tolist() for w in model.get_weights()], [
+        np.array(keras.ops.convert_to_numpy(v.value)).tolist() for v in model.optimizer.variables]
+
+is_last = sys.argv[1] == "last"
+expected = fit("uncut")
+assert len(expected[0]) == 16
+for step in map(int, sys.argv[2:]):
+    for how in "signal", "flag":
+        name = f"cut-{step}-{how}"
+        fit(name, step, how)
+        assert fit(name) == expected, name
+"""
+
+
+@pytest.mark.parametrize("place", ["last", "between"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_stop_leaves_no_trace(tmp_path: Path, backend: str, place: str) -> None:
+    run_program(WATCHED, tmp_path, place, "6", "8", backend=backend)
+
+
 def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:
     """Keras calls no `on_train_end` then."""
 
@@ -408,7 +474,7 @@ GROUPED = """
 import sys, keras, numpy as np
 from ckptmgr import CheckpointManager, StateMismatch
 from ckptmgr.integrations.keras import KerasCheckpoints
-from ckptmgr.integrations.keras.counts import counts_of, put_counts  # noqa: E402
+from ckptmgr.integrations.counting import counts_of, put_counts  # noqa: E402
 
 x = np.ones((32, 4), "float32")
 
@@ -435,6 +501,17 @@ for one, other in zip(fit("cut", 2), fit("uncut", 2)):
     print(np.array_equal(one, other))
 print([one.step for one in CheckpointManager("uncut").checkpoints()])
 """
+
+
+def run_program(text: str, directory: Path, *arguments: str, backend: str) -> str:
+    """Run a program in a process of its own; return what it printed, or fail with its error."""
+    places = {"PYTHONPATH": str(ROOT), "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", text, *arguments]
+    done = subprocess.run(
+        command, cwd=directory, env={**os.environ, **places}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_batches_of_one_execution_are_counted_and_passed_over_together(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -261,6 +262,100 @@ def test_optimizer_goes_on_with_its_slots_and_its_step(tmp_path: Path) -> None:
     found = programs.returned(model)
     assert found["global_step"].tolist() == [EPOCH]
     assert np.any(found["moment1.0.weight"])
+
+
+# ---------------------------------------------------------------------- stops, and other callbacks
+
+
+class Scores(train.Callback):  # type: ignore[misc, name-defined]
+    """Keeps the evaluations of all epochs, over the starts of a run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        self.seen = [*self.seen, float(run_context.original_args().eval_results["mae"])]
+
+
+def watched(
+    directory: Path,
+    epochs: int,
+    *more: Any,
+    place: str = "last",
+    best: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Fit with callbacks that read the evaluation, a rate that is halved; return all of it."""
+    mindspore.set_seed(0)
+    network = nn.SequentialCell(nn.Dense(4, 8), nn.ReLU(), nn.Dense(8, 1))
+    optimizer = nn.Adam(network.trainable_params(), 0.01)
+    model = train.Model(network, nn.MSELoss(), optimizer, metrics={"mae"})
+    scores, rows = Scores(), programs.dataset()
+    plateau = train.ReduceLROnPlateau("mae", factor=0.5, patience=1, min_delta=9.0)
+    early = train.EarlyStopping(
+        "mae", patience=options.pop("patience", 9), min_delta=9.0, restore_best_weights=best
+    )
+    options.setdefault("counting", [scores, plateau, early])
+    config = CheckpointConfig(save_checkpoint_steps=options.pop("every", 1000), keep="all")
+    checkpoints = ours.MindSporeCheckpoints(directory, config, **options)
+    first = checkpoints.resume(model, rows, epochs)
+    callbacks = [*more, scores, plateau, early, checkpoints]
+    if place == "first":
+        callbacks = [checkpoints, scores, plateau, early, *more]
+    valid = programs.dataset(is_shuffled=False)
+    model.fit(epochs, rows, valid, callbacks=callbacks, initial_epoch=first)
+    found = {"seen": scores.seen, "plateau": plateau.wait, "early": early.wait, "best": early.best}
+    return {**found, **programs.returned(model)}
+
+
+def terminate(run_context: Any) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("act", [stop, terminate])
+@pytest.mark.parametrize("step", [2, EPOCH + 2, 2 * EPOCH])
+def test_stop_leaves_no_trace(tmp_path: Path, step: int, act: Any, place: str) -> None:
+    expected = watched(tmp_path / "uncut", 4)
+    watched(tmp_path / "cut", 4, Seen(step, act), place=place)
+    assert saved_steps(ours.MindSporeCheckpoints(tmp_path / "cut")) == [step]
+    assert differences(expected, watched(tmp_path / "cut", 4, place=place)) == []
+
+
+def test_callbacks_that_count_go_on_counting(tmp_path: Path) -> None:
+    expected = watched(tmp_path / "uncut", 9, patience=3, best=True)
+    assert len(expected["seen"]) == 4
+    watched(tmp_path / "cut", 2, patience=3, best=True)
+    assert differences(expected, watched(tmp_path / "cut", 9, patience=3, best=True)) == []
+    with pytest.raises(StateMismatch, match="counts"):
+        watched(tmp_path / "cut", 9, patience=3, counting=[])
+
+
+def test_weights_of_the_best_epoch_that_end_a_training_are_not_those_of_its_step(
+    tmp_path: Path,
+) -> None:
+    watched(tmp_path / "uncut", 4, every=EPOCH)
+    watched(tmp_path / "ended", 9, patience=3, best=True, every=EPOCH)
+    uncut, ended = (
+        CheckpointManager(tmp_path / name).load(4 * EPOCH, only="network")
+        for name in ("uncut", "ended")
+    )
+    assert differences(uncut, ended) == []
+
+
+def test_callback_that_changes_weights_when_the_training_begins_does_not_change_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    class Scaled(train.Callback):  # type: ignore[misc, name-defined]
+        def on_train_epoch_begin(self, run_context: Any) -> None:
+            rate = run_context.original_args().optimizer.learning_rate
+            rate.set_data(rate * 0.5)
+
+    expected = watched(tmp_path / "uncut", 3, Scaled())
+    for step in (EPOCH, EPOCH + 2):
+        watched(tmp_path / f"{step}", 3, Scaled(), Seen(step, stop))
+        assert differences(expected, watched(tmp_path / f"{step}", 3, Scaled())) == []
 
 
 # ---------------------------------------------------------------------- errors of the user's code

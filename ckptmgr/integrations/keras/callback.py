@@ -5,14 +5,17 @@
 
 Only public names of Keras are used. Rules, each found by failing:
 
-* A step inside an epoch is saved after its batch, the last one at the end of the epoch: after the
-  validation, whose metrics belong to it, and after what draws random numbers there. With torch that
-  is a pass over the loader that Keras begins, and drops.
+* The state is that of the end of a step. A step inside an epoch is saved after its batch, the last
+  one at the end of the epoch: after the validation, whose metrics belong to it, and after what draws
+  random numbers there. With torch that is a pass over the loader that Keras begins, and drops.
+* After a stop inside an epoch Keras still runs the validation and the end of the epoch, whose
+  callbacks change the rate and the weights: the step is saved before.
+* So it is called after all other callbacks, wherever it is in the list.
 * `fit` begins with whole epochs. So the batches of a resumed one that were used are fetched once
   more, in their order, and passed over. Then everything is put back as it was, because other
   callbacks may have changed it meanwhile.
 * Keras calls nothing when `fit` raises: hence the `with` block.
-* Weights may be replaced by their average when `fit` ends: the last step is saved before.
+* Weights may be replaced by their average when an epoch or `fit` ends: never in the state.
 """
 
 from __future__ import annotations
@@ -27,8 +30,10 @@ import keras
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.integrations.base import FrameworkManager, TrainingBlock
-from ckptmgr.integrations.keras.counts import counts_of, put_counts
+from ckptmgr.core.notes import add_note
+from ckptmgr.integrations.base import FrameworkManager, TrainingBlock, move_to_end
+from ckptmgr.integrations.counting import counts_of, put_counts
+from ckptmgr.integrations.keras.averages import Averages, replaced_after_errors
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
     array_of,
@@ -66,6 +71,7 @@ class _Step:
     mark: int | None
     random: Mapping[str, object]
     metrics: Mapping[str, float]
+    averages: Mapping[str, Any] | None = None  # of the metrics, if a validation begins them anew
 
 
 class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -76,7 +82,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         config: When and how to save, and what to keep. Metrics have the names of Keras: `loss`,
             `val_loss` and so on; those of a validation belong to the last step of the epoch.
         counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts and
-            arrays in their public attributes. Give them to `fit` as well, before this one.
+            arrays in their public attributes. Give them to `fit` as well.
         options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
             others. There are no `ranks`, because only training in one process is supported.
 
@@ -112,9 +118,22 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._epoch_random: Mapping[str, object] = {}
         self._pending: _Step | None = None
         self._batches: TrainFunction | None = None
+        self._fitted: Any = None  # `self.model` would fetch its variables from JAX
+        self._averages = Averages([])
 
     def _leave(self, error: BaseException | None) -> None:
+        """Save the last step of an epoch whose validation fails; the resumed run repeats that."""
         self._remove_stand_in()
+        if error is not None and self._fitted is not None:
+            self._averages.leave()
+            if replaced_after_errors(self._fitted.optimizer):
+                self._training.pop_all()
+                add_note(error, "ckptmgr: the last step is not saved: its weights are averages now")
+                return
+            try:
+                self._end_step()
+            except Exception as failure:
+                add_note(error, f"ckptmgr: a save failed: {failure}")
 
     @property
     def initial_epoch(self) -> int:
@@ -153,20 +172,27 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             StateMismatch: The model, or the class of its optimizer, is another than the saved one.
         """
         self._check_is_entered()
+        others, is_last = move_to_end(self, ["callbacks"])
+        if not is_last:
+            return
         if self._has_begun:
             raise RuntimeError(
                 "a KerasCheckpoints is for one fit: give each its own, with a prefix= or a directory"
             )
         self._has_begun = True
         _ = self.initial_epoch
-        self._seed = global_seed()
+        self._fitted, self._seed = self.model, global_seed()
+        self._averages = Averages(others)
         self._restore()
+        if self._saved is not None:
+            put_counts(self._counting, self._saved["counts"])
+            GlobalRandom().load_state_dict(self._saved["random"])
         self._training.enter_context(self.manager)
         self._batches = TrainFunction(self.model)
         _ = self.manager.should_stop  # which begins to watch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Put back the random numbers with which the epoch begins.
+        """Put back the random numbers with which the epoch began, if the run goes on inside it.
 
         Raises:
             ValueError: `fit` does not go on where the run was saved.
@@ -185,10 +211,10 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             if done and steps and steps != self.params["steps"]:
                 problem = f"has {self.params['steps']} batches now, and had {steps}"
                 raise _other_batches(f"after batch {done}", f"the epoch {problem}")
-            GlobalRandom().load_state_dict(saved["epoch_random" if done else "random"])
             self._epoch_start = self._step - done
-            put_counts(self._counting, saved["counts"])  # `on_train_begin` of each has begun again
             if done:
+                GlobalRandom().load_state_dict(saved["epoch_random"])
+                self._restore()  # Keras has begun the metrics anew
                 self._batches.skip(dict(self.model.get_metrics_result()))
             else:
                 self._saved = None
@@ -220,29 +246,38 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             random=GlobalRandom().state_dict(),
             metrics=_numbers(logs),
         )
-        if steps is not None and done < steps:
+        is_stopped = self._fitted.stop_training
+        if is_stopped or (steps is not None and done < steps):
             self._end_step()
+        if is_stopped or self._is_stopping:  # Keras leaves the epoch, and does not draw its end
+            self._training.close()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Keep the metrics of the epoch, which a validation begins anew."""
+        if self._pending is not None:
+            self._pending.averages = values_of(self.model.metrics_variables)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save the last step of the epoch; end the run, if `fit` does."""
         assert self._batches is not None  # noqa: S101 - since `on_train_begin`
-        if self._batches.is_skipping:
+        is_stopped = self._fitted.stop_training
+        if self._batches.is_skipping and not is_stopped:
             assert self._saved is not None  # noqa: S101
             raise _other_batches(f"after batch {self._saved['batch']}", "the epoch is shorter")
-        is_stopped = self.model.stop_training
-        pending = self._pending
-        # Of data without a length a stopped epoch may have more.
-        if pending is not None and not (is_stopped and self.params["steps"] is None):
-            pending.epoch, pending.batch = epoch + 1, 0
-            pending.random, pending.metrics = GlobalRandom().state_dict(), _numbers(logs)
-        self._end_step()
-        if is_stopped or self._is_stopping or epoch + 1 >= self.params["epochs"]:
-            self._training.close()  # before `fit` replaces the weights by their average
+        with self._averages.left_out(epoch):
+            if self._pending is not None:
+                self._pending.epoch, self._pending.batch = epoch + 1, 0
+                self._pending.random = GlobalRandom().state_dict()
+                self._pending.metrics = _numbers(logs)
+                self._end_step()
+            if is_stopped or self._is_stopping or epoch + 1 >= self.params["epochs"]:
+                self._training.close()  # before `fit` replaces the weights by their average
+            self.manager.before_update()
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
         """Cut a validation short after a signal that asks the run to stop."""
         if self._is_stopping:
-            self.model.stop_evaluating = True
+            self._fitted.stop_evaluating = True
 
     def on_train_end(self, logs: Any = None) -> None:
         """Wait for saves in the background."""
@@ -264,7 +299,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
                 "model": values_of(model_variables(model)),
                 "optimizer": values_of(model.optimizer.variables),
                 "optimizer_class": class_name(model.optimizer),
-                "metrics": values_of(model.metrics_variables),
+                "metrics": step.averages or values_of(model.metrics_variables),
                 "seed": array_of(self._seed),
                 "counts": counts,
                 "random": step.random,
@@ -277,7 +312,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
 
         self._step = step.number
         if self.manager.end_step(step.number, content, epoch=step.epoch, metrics=step.metrics):
-            self._is_stopping = self.model.stop_training = True
+            self._is_stopping = self._fitted.stop_training = True
 
     def _end_skip(self, done: int) -> None:
         """Go on after the last batch that the saved run has used."""

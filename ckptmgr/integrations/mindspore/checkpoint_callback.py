@@ -10,6 +10,9 @@ Rules, each found by failing:
   begin at the step, too, from which MindSpore also derives the order of later epochs.
 * The last step of an epoch is saved at the end of the epoch, after the evaluation of `Model.fit`,
   whose metrics belong to it; any other step where it ends, before such an evaluation.
+* After a stop inside an epoch `Model` still runs the evaluation and the end of the epoch, whose
+  callbacks change the rate and the weights: the step is saved before.
+* So it is called after all other callbacks, wherever it is in the list.
 * `Model` enters and leaves its callbacks around the training, and again around each evaluation.
 * A run that has reached its last epoch cannot be trained for no epoch: it makes one more step, which
   is undone.
@@ -17,22 +20,24 @@ Rules, each found by failing:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import mindspore
 import numpy as np
 from mindspore import dataset as data
-from mindspore.train import Callback
+from mindspore.train import Callback, EarlyStopping
 
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import parse_bounded
-from ckptmgr.integrations.base import FrameworkManager
+from ckptmgr.integrations.base import FrameworkManager, move_to_end
+from ckptmgr.integrations.counting import counts_of, put_counts
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.callback_values import MetricsSource
@@ -58,6 +63,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         config: When and how to save, what to keep. `save_checkpoint_steps` counts from the last save,
             as in MindSpore. Metrics are the loss, as `loss`, and those of the
             evaluations of `Model.fit`, which the checkpoint of the last step of an epoch has.
+        counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts,
+            arrays and parameters in their public attributes. Give them to the training as well.
         options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
             others. There are no `ranks`, because only training in one process is supported.
 
@@ -72,6 +79,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         self,
         directory: str | os.PathLike[str],
         config: CheckpointConfig | None = None,
+        *,
+        counting: Sequence[Callback] = (),
         **options: Any,
     ) -> None:
         super().__init__()
@@ -80,8 +89,14 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         self.manager = FrameworkManager(
             "MindSporeCheckpoints", directory, config, instead="use ModelCheckpoint", **options
         )
+        self._counting = tuple(counting)
+        self._others: list[Any] = []
+        self._counts: Any = None
+        self._resumed: Checkpoint | None = None
+        self._best: _BestWeights | None = None
         self._model: Any = None
         self._first_epoch = 0
+        self._last_epoch = 0
         self._step = 0
         self._ended: Checkpoint | None = None
         self._facts: dict[str, Any] = {}
@@ -110,6 +125,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
         self._model, self._random, self._ended = model, None, None
+        self._counts = self._resumed = None
         self._first_epoch = self._step = 0
         self._facts, random = {}, _StepRandom()
         state = {
@@ -118,13 +134,16 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             "random": random,
             "generator": random.generator,
         }
+        if self._counting:
+            state["counts"] = None
         start = self.manager.resume(state)
         _warn_of_order(dataset, is_resumed=not start.is_fresh)
         if start.checkpoint is None:
             return 0
         facts = parse_bounded(start.state["training"], what="state of the training")  # type: ignore[index, unused-ignore]
         _check_optimizers(model.train_network, facts.get("optimizers"))
-        self._step, self._facts = start.step, facts
+        self._step, self._facts, self._resumed = start.step, facts, start.checkpoint
+        self._counts = state.get("counts")
         steps_per_epoch = int(facts["steps_per_epoch"])
         random.take()
         self._random = random
@@ -169,6 +188,9 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             ValueError: There are several ranks.
             StateMismatch: The epochs have another number of steps than those of the checkpoint.
         """
+        self._others, is_last = move_to_end(self, ["_callbacks"], self._with_best_weights)
+        if not is_last:
+            return
         params = run_context.original_args()
         if self._model is None or params.train_network is not self._model.train_network:
             raise RuntimeError(
@@ -192,14 +214,16 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             setattr(params.loss_scale_mananger, name, value)
         self._is_pending = False
         params.cur_step_num = self._step if self._ended is None else self._step - 1
+        if self._step % self._steps_per_epoch == 0:
+            self._put_back()
         if self.manager.should_stop:
             run_context.request_stop()
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """Put the random numbers back, and check that the training goes on where `resume` said.
+        """Put back what other callbacks may have changed, if the run goes on inside the epoch.
 
         Raises:
-            ValueError: `initial_epoch` is another one.
+            ValueError: `initial_epoch` is another one than `resume` said.
         """
         params = run_context.original_args()
         if self._first_epoch >= 0:
@@ -209,9 +233,22 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                     f"the run goes on with initial_epoch={first}, but the training began with"
                     f" initial_epoch={params.cur_epoch_num - 1}: Model.train(..., {_CALL})"
                 )
+            self._last_epoch = first + params.epoch_num
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Put the state back as it was saved, once; other callbacks have begun the training."""
+        if self._resumed is not None and any(map(_is_of_program, self._others)):
+            self._load_network(self._resumed)
+        if self._counts is not None:
+            _put_counts(self._counting, self._counts)
         if self._random is not None:
             self._random.put_back()
-            self._random = None
+        self._resumed = self._counts = self._random = None
+
+    def _load_network(self, checkpoint: Checkpoint) -> None:
+        network = {"network": _parameters(self._model.train_network)}
+        self.manager.load(checkpoint, network, only="network")
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Let later passes over the data set begin at its first batch."""
@@ -228,23 +265,20 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         """
         params = run_context.original_args()
         if self._ended is not None:
-            network = {"network": _parameters(self._model.train_network)}
-            self.manager.load(self._ended, network, only="network")
+            self._load_network(self._ended)
             run_context.request_stop()
             return
         self._is_pending = params.cur_step_num % self._steps_per_epoch == 0
         if not self._is_pending:
             self._step_end(run_context)
-        if self.manager.should_stop:
-            run_context.request_stop()
 
     def on_train_epoch_end(self, run_context: Any) -> None:
         """Save the last step of the epoch; raises as `on_train_step_end`."""
+        if self._ended is not None:
+            self._load_network(self._ended)
         if self._is_pending:
             self._is_pending = False
             self._step_end(run_context)
-            if self.manager.should_stop:
-                run_context.request_stop()
 
     def _step_end(self, run_context: Any) -> None:
         params, network = run_context.original_args(), self._model.train_network
@@ -260,12 +294,16 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             },
         }
 
+        kept = {} if self._best is None else self._best.kept(params.cur_epoch_num)
+        counts = {"counts": _counts(self._counting)} if self._counting else {}
+
         def content() -> Mapping[str, object]:
             return {
-                "network": _parameters(network),
+                "network": kept or _parameters(network),
                 "training": json.dumps(facts),
                 "random": random,
                 "generator": random.generator,
+                **counts,
             }
 
         self.manager.step_end(
@@ -274,6 +312,43 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             epoch=params.cur_epoch_num,
             metrics=self._metrics.at(run_context),
         )
+        if self.manager.should_stop:
+            run_context.request_stop()
+        is_whole = params.cur_step_num % self._steps_per_epoch == 0
+        is_last = is_whole and params.cur_epoch_num >= self._last_epoch
+        if is_last or run_context.get_stop_requested():
+            self.manager.__exit__(None, None, None)  # what ends the training changes the weights
+
+    def _with_best_weights(self, callbacks: list[Any]) -> list[Any]:
+        """Keep the weights before the first `EarlyStopping` that may replace them by the best ones."""
+        early = [one for one in callbacks if _restores_best(one)]
+        if not early:
+            return callbacks
+        self._best = _BestWeights(early)
+        at = callbacks.index(early[0])
+        return [*callbacks[:at], self._best, *callbacks[at:]]
+
+
+class _BestWeights(Callback):  # type: ignore[misc, unused-ignore]
+    """Keeps the weights of an epoch in which an `EarlyStopping` may replace them by the best ones."""
+
+    def __init__(self, early: Sequence[EarlyStopping]) -> None:
+        super().__init__()
+        self._early = early
+        self._kept: dict[str, Any] = {}
+        self._epoch = 0
+
+    def on_train_epoch_end(self, run_context: Any) -> None:
+        """Copy the weights, if the run may end with this epoch."""
+        params = run_context.original_args()
+        self._epoch = params.cur_epoch_num
+        may_stop = any(one.wait + 1 >= one.patience for one in self._early)
+        self._kept = copy.deepcopy(_parameters(params.train_network)) if may_stop else {}
+
+    def kept(self, epoch: int) -> dict[str, Any]:
+        """Return the weights that were replaced in an epoch; empty if none were."""
+        is_stopped = any(one.stopped_epoch == epoch for one in self._early)
+        return self._kept if is_stopped and self._epoch == epoch else {}
 
 
 class _StepRandom(GlobalRandom):
@@ -301,6 +376,49 @@ class _StepRandom(GlobalRandom):
 def _parameters(cell: Any) -> dict[str, Any]:
     """Return the parameters of a network, and of the optimizer that trains it, by their names."""
     return {one.name: one for one in cell.get_parameters()}
+
+
+def _is_of_program(callback: object) -> bool:
+    """Return whether a callback is one that the program gave, and not one of `Model`."""
+    return not type(callback).__name__.startswith("_")
+
+
+def _restores_best(callback: Any) -> bool:
+    return isinstance(callback, EarlyStopping) and bool(callback.restore_best_weights)
+
+
+def _counts(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return what callbacks count, and the parameters that they keep."""
+    return [
+        {"counts": counted, "parameters": _kept_parameters(one)}
+        for one, counted in zip(callbacks, counts_of(callbacks), strict=True)
+    ]
+
+
+def _kept_parameters(callback: Any) -> dict[str, dict[str, Any]]:
+    return {
+        name: dict(value)
+        for name, value in vars(callback).items()
+        if isinstance(value, dict)
+        and value
+        and all(isinstance(one, mindspore.Parameter) for one in value.values())
+    }
+
+
+def _put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) -> None:
+    """Give callbacks their counts back; raise StateMismatch if they are others."""
+    put_counts(callbacks, [one["counts"] for one in stored], owner="MindSporeCheckpoints")
+    for callback, one in zip(callbacks, stored, strict=True):
+        for name, values in one["parameters"].items():
+            if not isinstance(vars(callback).get(name, 0), dict | None) or name.startswith("_"):
+                raise StateMismatch(
+                    f"counting= {type(callback).__name__}.{name} holds no parameters"
+                )
+            setattr(callback, name, {key: _parameter(key, array) for key, array in values.items()})
+
+
+def _parameter(name: str, array: Any) -> Any:
+    return mindspore.Parameter(mindspore.Tensor(array), name=name)
 
 
 def _optimizers(network: Any) -> list[str]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callbacks of Keras count, such as `wait` and `best` of `EarlyStopping`.
+"""What callbacks of Keras and of MindSpore count, such as `wait` and `best` of `EarlyStopping`.
 
-Keras has no state of callbacks. So their public attributes are stored, as far as they are numbers,
-texts, arrays, or lists of them. Those that are parameters of the constructor are not: Keras changes
-the sign of `min_delta` in each run.
+Neither framework has a state of callbacks. So their public attributes are stored, as far as they
+are numbers, texts, arrays, or lists and dicts of them. Those that are parameters of the constructor
+are not: Keras changes the sign of `min_delta` in each run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckptmgr.state.paths import StateMismatch, mismatch
 
 _PLAIN = (bool, int, float, str, np.ndarray, np.generic, type(None))
 _NUMBERS = (int, float, np.number, np.bool_)
-_OF_KERAS = {"model", "params"}
+_OF_FRAMEWORK = {"model", "params"}
 
 
 def counts_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
     """Return copies of what callbacks count."""
     return [
         {
-            name: list(value) if isinstance(value, list) else value
+            name: _copied(value)
             for name, value in vars(one).items()
             if not name.startswith("_") and name not in _settings(one) and _is_plain(value)
         }
@@ -33,14 +33,20 @@ def counts_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) -> None:
+def put_counts(
+    callbacks: Sequence[Any],
+    stored: Sequence[Mapping[str, Any]],
+    *,
+    owner: str = "KerasCheckpoints",
+) -> None:
     """Give callbacks their counts, and set nothing else.
 
     Raises:
         StateMismatch: They are of another number of callbacks, or of another kind.
     """
     if len(callbacks) != len(stored):
-        raise _mismatch([f"counting= has {len(callbacks)} callbacks, and {len(stored)} were saved"])
+        problem = f"counting= has {len(callbacks)} callbacks, and {len(stored)} were saved"
+        raise _mismatch([problem], owner)
     held = counts_of(callbacks)
     problems = [
         f"counting= {type(one).__name__}.{name} is {_shown(counts, name)}, stored is a {type(value).__name__}"
@@ -49,15 +55,15 @@ def put_counts(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) ->
         if name not in counts or not _fits(counts[name], value)
     ]
     if problems:
-        raise _mismatch(problems)
+        raise _mismatch(problems, owner)
     for one, counts in zip(callbacks, stored, strict=True):
         for name, value in counts.items():
-            setattr(one, name, value)
+            setattr(one, name, _copied(value))
 
 
-def _mismatch(problems: list[str]) -> StateMismatch:
-    hint = "pass the same callbacks to KerasCheckpoints(..., counting=[...])"
-    return mismatch("this fit", problems, hint=hint)
+def _mismatch(problems: list[str], owner: str) -> StateMismatch:
+    hint = f"pass the same callbacks to {owner}(..., counting=[...])"
+    return mismatch("this training", problems, hint=hint)
 
 
 def _shown(counts: Mapping[str, Any], name: str) -> str:
@@ -70,17 +76,29 @@ def _fits(held: object, stored: object) -> bool:
         return False
     if held is None or stored is None:
         return not isinstance(held or stored, str)
-    both_numbers = isinstance(held, _NUMBERS) and isinstance(stored, _NUMBERS)
-    return both_numbers or type(held) is type(stored)
+    return (_is_number(held) and _is_number(stored)) or type(held) is type(stored)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, _NUMBERS) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def _settings(callback: object) -> set[str]:
     kinds = (vars(kind).get("__init__") for kind in type(callback).__mro__)
     constructors = [inspect.signature(one) for one in kinds if one is not None]
-    return _OF_KERAS.union(*(one.parameters for one in constructors))
+    return _OF_FRAMEWORK.union(*(one.parameters for one in constructors))
 
 
 def _is_plain(value: object) -> bool:
+    if type(value) is dict:
+        return all(isinstance(name, str) and _is_plain(one) for name, one in value.items())
     if isinstance(value, list):
-        return all(isinstance(one, _PLAIN) for one in value)
+        return all(_is_plain(one) for one in value)
     return isinstance(value, _PLAIN)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of the lists and dicts in a value; arrays are copied where the state is."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value
