@@ -171,7 +171,7 @@ def move_to_end(
                 is_last = found[-1] is callback
                 if not is_last:
                     found.append(callback)  # the event runs through this list
-                    setattr(caller, name, [*arrange(others), callback])
+                setattr(caller, name, [*arrange(others), callback])
                 return others, is_last
     return [], True
 

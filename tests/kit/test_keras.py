@@ -31,7 +31,7 @@ from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
 os.environ["KERAS_BACKEND"] = "torch"  # of this process and those that it starts
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 keras = pytest.importorskip("keras", reason="needs keras: make kit FRAMEWORK=keras")
 
 from keras.callbacks import Callback  # noqa: E402
@@ -239,6 +239,99 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
         model_of().fit(X, Y, batch_size=8, callbacks=[checkpoints], verbose=0)
     fit(tmp_path, 2)
     assert steps_in(tmp_path)[-1] == 8
+
+
+class Adversarial(keras.Model):  # type: ignore[misc]
+    """Two networks that are trained in turn, by optimizers that are built when they are used."""
+
+    has_turns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        self.second = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        self.norm = keras.layers.TorchModuleWrapper(torch.nn.BatchNorm1d(4))
+        self.error, self.built = keras.metrics.Mean(name="error"), True
+
+    def compile(self, *optimizers: Any) -> None:
+        super().compile()
+        self.each = {"first": optimizers[0], "others": list(optimizers[1:])}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.error]
+
+    def train_step(self, data: Any) -> Any:
+        is_turn = self.has_turns and int(self.each["first"].iterations) % 3 != 2
+        pairs = [(self.first, self.each["first"])]
+        pairs += [(self.second, one) for one in self.each["others"] if is_turn]
+        for network, optimizer in pairs:
+            self.zero_grad()
+            loss = keras.ops.mean((network(self.norm(data[0])) - data[1]) ** 2)
+            loss.backward()
+            weights = network.trainable_weights
+            with torch.no_grad():
+                optimizer.apply([one.value.grad for one in weights], weights)
+        self.error.update_state(loss)
+        return {"error": self.error.result()}
+
+
+def adversarial(*more: Any, kind: Any = None) -> Any:
+    keras.utils.set_random_seed(0)
+    model = Adversarial()
+    model.compile(keras.optimizers.Adam(0.01), (kind or keras.optimizers.RMSprop)(0.02), *more)
+    return model
+
+
+def values_in(model: Any) -> list[Any]:
+    kept = [model.each["first"], *model.each["others"]]
+    found = [*model.weights, *(one for optimizer in kept for one in optimizer.variables)]
+    arrays = [keras.ops.convert_to_numpy(one) for one in found]
+    return [*arrays, *(one.numpy() for one in model.norm.module.buffers())]
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_every_optimizer_and_buffer_that_a_model_holds_goes_on(tmp_path: Path, batch: int) -> None:
+    expected = values_in(fit(tmp_path / "uncut", 3, model=adversarial()))
+    fit(tmp_path / "cut", 3, model=adversarial(), callbacks=[stop_at(1, batch)])
+    found = values_in(fit(tmp_path / "cut", 3, model=adversarial()))
+    assert differences(expected, found) == []
+
+
+def test_optimizer_that_is_not_used_before_the_next_save_keeps_its_variables(
+    tmp_path: Path,
+) -> None:
+    kept = CheckpointConfig(keep="all")
+    fit(tmp_path, 1, model=adversarial(), config=kept)
+    model = adversarial()
+    model.has_turns = False
+    fit(tmp_path, 2, model=model, config=kept)
+    (unused,) = model.each["others"]
+    assert not unused.built
+    states: list[Any] = [CheckpointManager(tmp_path).load(step) for step in (4, 8)]
+    before, after = (list(one["optimizers"].values())[1] for one in states)
+    assert differences(before, after) == []
+    assert len(after["variables"]) == 4
+    assert int(fit(tmp_path, 3, model=adversarial()).each["others"][0].iterations) == 3 + 2
+
+
+def test_other_optimizers_that_a_model_holds_are_refused_by_name(tmp_path: Path) -> None:
+    fit(tmp_path, 1, model=adversarial())
+    with pytest.raises(StateMismatch, match=r"others'\]\[1\]: is an optimizer that is not stored"):
+        fit(tmp_path, 2, model=adversarial(keras.optimizers.SGD()))
+    with pytest.raises(StateMismatch, match=r"is Adam, stored are the variables of RMSprop"):
+        fit(tmp_path, 2, model=adversarial(kind=keras.optimizers.Adam))
+    foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    with pytest.raises(UnsupportedState, match=r"holds a SGD of torch as each\['others'\]\[1\]"):
+        fit(tmp_path / "new", 1, model=adversarial(foreign))
+
+
+def test_layers_with_other_settings_than_those_saved_are_warned_of(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    model = model_of()
+    model.layers[1].trainable = False
+    with pytest.warns(UserWarning, match="dropout.*trainable is False, saved was True; if"):
+        fit(tmp_path, 2, model=model)
 
 
 def counted(directory: Path, epochs: int, **options: Any) -> Any:

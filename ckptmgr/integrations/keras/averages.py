@@ -50,4 +50,6 @@ def replaced_after_errors(optimizer: Any) -> bool:
     """Return whether Keras has replaced the weights by averages after a `fit` that failed."""
     one = getattr(optimizer, "inner_optimizer", optimizer)
     parts = getattr(one, "optimizers", [one])
-    return keras.backend.backend() == "jax" and any(part.use_ema for part in parts)
+    return keras.backend.backend() == "jax" and any(
+        getattr(part, "use_ema", False) for part in parts
+    )

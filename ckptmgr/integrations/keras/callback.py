@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,20 @@ from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager, TrainingBlock, move_to_end
 from ckptmgr.integrations.counting import counts_of, put_counts
 from ckptmgr.integrations.keras.averages import Averages, replaced_after_errors
+from ckptmgr.integrations.keras.held import (
+    OF_COMPILE,
+    Optimizers,
+    buffers_of,
+    optimizers_of,
+    pairs_of_buffers,
+    settings_of,
+    warn_of_settings,
+)
 from ckptmgr.integrations.keras.train_function import TrainFunction
 from ckptmgr.integrations.keras.variables import (
     array_of,
-    class_name,
     global_seed,
     model_variables,
-    other_model,
     pairs_of,
     values_of,
 )
@@ -72,6 +79,18 @@ class _Step:
     random: Mapping[str, object]
     metrics: Mapping[str, float]
     averages: Mapping[str, Any] | None = None  # of the metrics, if a validation begins them anew
+
+
+class _First(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
+    """Notes a step before other callbacks, which may fail, have seen its end."""
+
+    def __init__(self, note: Callable[[int, Any], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the step."""
+        self._note(batch, logs)
 
 
 class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -120,6 +139,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._batches: TrainFunction | None = None
         self._fitted: Any = None  # `self.model` would fetch its variables from JAX
         self._averages = Averages([])
+        self._optimizers = Optimizers()
 
     def _leave(self, error: BaseException | None) -> None:
         """Save the last step of an epoch whose validation fails; the resumed run repeats that."""
@@ -169,10 +189,13 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
 
         Raises:
             RuntimeError: Outside of a `with` block, or in a second `fit`.
-            StateMismatch: The model, or the class of its optimizer, is another than the saved one.
+            StateMismatch: The model, or the class of an optimizer, is another than the saved one.
+            UnsupportedState: The model holds an optimizer that is none of Keras.
         """
         self._check_is_entered()
-        others, is_last = move_to_end(self, ["callbacks"])
+        others, is_last = move_to_end(
+            self, ["callbacks"], lambda others: [_First(self._note_step), *others]
+        )
         if not is_last:
             return
         if self._has_begun:
@@ -182,9 +205,11 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._has_begun = True
         _ = self.initial_epoch
         self._fitted, self._seed = self.model, global_seed()
+        optimizers_of(self._fitted)
         self._averages = Averages(others)
         self._restore()
         if self._saved is not None:
+            warn_of_settings(self._fitted, self._saved.get("settings", []))
             put_counts(self._counting, self._saved["counts"])
             GlobalRandom().load_state_dict(self._saved["random"])
         self._training.enter_context(self.manager)
@@ -233,21 +258,12 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             UnsupportedState, OSError, CkptmgrError: As `CheckpointManager.step_end`.
         """
         assert self._batches is not None  # noqa: S101 - since `on_train_begin`
-        steps = self.params["steps"]
-        done = batch + 1 if steps is None else min(batch + 1, steps)
         if self._batches.is_skipping:
-            self._end_skip(done)
+            self._end_skip(self._done(batch))
             return
-        self._pending = _Step(
-            number=self._epoch_start + done,
-            epoch=self._epoch,
-            batch=done,
-            mark=self._batches.mark,
-            random=GlobalRandom().state_dict(),
-            metrics=_numbers(logs),
-        )
+        steps, self._pending = self.params["steps"], self._step_of(batch, logs)
         is_stopped = self._fitted.stop_training
-        if is_stopped or (steps is not None and done < steps):
+        if is_stopped or (steps is not None and self._pending.batch < steps):
             self._end_step()
         if is_stopped or self._is_stopping:  # Keras leaves the epoch, and does not draw its end
             self._training.close()
@@ -286,19 +302,55 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
 
     # ------------------------------------------------------------------ states
 
+    def _done(self, batch: int) -> int:
+        """Return how many batches of the epoch have ended with one."""
+        steps = self.params["steps"]
+        return batch + 1 if steps is None else min(batch + 1, int(steps))
+
+    def _step_of(self, batch: int, logs: Any) -> _Step:
+        """Return the step that has ended with a batch."""
+        assert self._batches is not None  # noqa: S101 - since `on_train_begin`
+        done = self._done(batch)
+        return _Step(
+            number=self._epoch_start + done,
+            epoch=self._epoch,
+            batch=done,
+            mark=self._batches.mark,
+            random=GlobalRandom().state_dict(),
+            metrics=_numbers(logs),
+        )
+
+    def _note_step(self, batch: int, logs: Any) -> None:
+        """Have a step saved, if the program fails before `on_train_batch_end`."""
+        if self._batches is not None and not self._batches.is_skipping:
+            step = self._step_of(batch, logs)
+            state = self._state_of(step)
+            self.manager.note_step(step.number, state, epoch=step.epoch, metrics=step.metrics)
+
     def _end_step(self) -> None:
         """End a step for the manager, once."""
         if self._pending is None:
             return
         step, self._pending = self._pending, None
+        self._step, state = step.number, self._state_of(step)
+        if self.manager.end_step(step.number, state, epoch=step.epoch, metrics=step.metrics):
+            self._is_stopping = self._fitted.stop_training = True
+
+    def _state_of(self, step: _Step) -> Callable[[], dict[str, object]]:
+        """Return a function that returns the state of a step, before the next one begins."""
         epoch_random, counts = self._epoch_random, counts_of(self._counting)
 
-        def content() -> dict[str, object]:
+        def state() -> dict[str, object]:
             model = self.model
+            optimizers = self._optimizers.states(model)
+            first = optimizers.pop(OF_COMPILE, {"class": None, "variables": {}})
             return {
                 "model": values_of(model_variables(model)),
-                "optimizer": values_of(model.optimizer.variables),
-                "optimizer_class": class_name(model.optimizer),
+                "optimizer": first["variables"],
+                "optimizer_class": first["class"],
+                "optimizers": optimizers,
+                "buffers": buffers_of(model),
+                "settings": settings_of(model),
                 "metrics": step.averages or values_of(model.metrics_variables),
                 "seed": array_of(self._seed),
                 "counts": counts,
@@ -310,9 +362,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
                 "steps": self.params["steps"],
             }
 
-        self._step = step.number
-        if self.manager.end_step(step.number, content, epoch=step.epoch, metrics=step.metrics):
-            self._is_stopping = self._fitted.stop_training = True
+        return state
 
     def _end_skip(self, done: int) -> None:
         """Go on after the last batch that the saved run has used."""
@@ -338,18 +388,17 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         if self._saved is None:
             return
         model, saved = self.model, self._saved
-        stored_class, given = saved.get("optimizer_class"), class_name(model.optimizer)
-        if stored_class not in (None, given):
-            problem = f"optimizer: is {given}, stored are the variables of {stored_class}"
-            raise other_model([problem])
-        parts = {
-            "model": model_variables(model),
-            "optimizer": model.optimizer.variables,
-            "metrics": model.metrics_variables,
-        }
+        first = {"class": saved.get("optimizer_class"), "variables": saved["optimizer"]}
+        optimizers = {OF_COMPILE: first} if saved["optimizer"] else {}
+        optimizers |= saved.get("optimizers", {})
+        parts = {"model": model_variables(model), "metrics": model.metrics_variables}
         pairs = [pair for name, part in parts.items() for pair in pairs_of(name, part, saved[name])]
+        buffers = pairs_of_buffers(model, saved.get("buffers", {}))
+        pairs += self._optimizers.restorers(model, optimizers)
         for variable, value in pairs:
             variable.assign(value)
+        for buffer, value in buffers:
+            buffer.copy_(value)
         self._seed.assign(saved["seed"])
 
     def _remove_stand_in(self) -> None:

@@ -44,8 +44,12 @@ class _Updates(keras.StatelessScope):  # type: ignore[misc, unused-ignore]
 
 
 def model_variables(model: Any) -> list[Any]:
-    """Return the weights and other variables of a model, such as those of its seed generators."""
-    return [*model.trainable_variables, *model.non_trainable_variables]
+    """Return the weights and other variables of a model, such as those of its seed generators.
+
+    Their order is that of the layers, whether these are trained or not.
+    """
+    of_metrics = {id(one) for one in model.metrics_variables}
+    return [one for one in model.variables if id(one) not in of_metrics]
 
 
 def array_of(variable: Any) -> np.ndarray[Any, Any]:
@@ -70,7 +74,7 @@ def pairs_of(
     """Return the variables with their values; numbers in names depend on layers made before."""
     found = {one.path: one for one in variables}
     if found.keys() != stored.keys():
-        here, there = ({_NUMBER.sub("", path): 0 for path in paths} for paths in (found, stored))
+        here, there = ({without_numbers(path): 0 for path in paths} for paths in (found, stored))
         problems = [f"{part}: {path} is not stored" for path in here if path not in there]
         problems += [f"{part}: {path} is stored only" for path in there if path not in here]
         if not problems and len(found) != len(stored):
@@ -88,6 +92,11 @@ def pairs_of(
     if problems:
         raise other_model(problems)
     return pairs
+
+
+def without_numbers(name: str) -> str:
+    """Return a name or path without the numbers that depend on objects made before."""
+    return _NUMBER.sub("", name)
 
 
 def class_name(optimizer: Any) -> str:

@@ -24,7 +24,7 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,7 +93,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         self._others: list[Any] = []
         self._counts: Any = None
         self._resumed: Checkpoint | None = None
-        self._best: _BestWeights | None = None
+        self._first = _First(self._note_step)
         self._model: Any = None
         self._first_epoch = 0
         self._last_epoch = 0
@@ -188,7 +188,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             ValueError: There are several ranks.
             StateMismatch: The epochs have another number of steps than those of the checkpoint.
         """
-        self._others, is_last = move_to_end(self, ["_callbacks"], self._with_best_weights)
+        self._others, is_last = move_to_end(self, ["_callbacks"], self._first.among)
         if not is_last:
             return
         params = run_context.original_args()
@@ -281,8 +281,29 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             self._step_end(run_context)
 
     def _step_end(self, run_context: Any) -> None:
-        params, network = run_context.original_args(), self._model.train_network
-        random, scaler = _StepRandom(), params.loss_scale_mananger
+        params = run_context.original_args()
+        state = self._state_of(params)
+        metrics, epoch = self._metrics.at(run_context), params.cur_epoch_num
+        self.manager.step_end(params.cur_step_num, state, epoch=epoch, metrics=metrics)
+        if self.manager.should_stop:
+            run_context.request_stop()
+        is_whole = params.cur_step_num % self._steps_per_epoch == 0
+        is_last = is_whole and params.cur_epoch_num >= self._last_epoch
+        if is_last or run_context.get_stop_requested():
+            self.manager.__exit__(None, None, None)  # what ends the training changes the weights
+
+    def _note_step(self, run_context: Any) -> None:
+        """Have a step saved, if the program fails before `_step_end`."""
+        params = run_context.original_args()
+        if self._ended is None:
+            metrics, epoch = self._metrics.at(run_context), params.cur_epoch_num
+            state = self._state_of(params)
+            self.manager.note_step(params.cur_step_num, state, epoch=epoch, metrics=metrics)
+
+    def _state_of(self, params: Any) -> Callable[[], Mapping[str, object]]:
+        """Return a function that returns the state of a step, before the next one begins."""
+        network, scaler = self._model.train_network, params.loss_scale_mananger
+        random = _StepRandom()
         random.take()
         facts = {
             "steps_per_epoch": self._steps_per_epoch,
@@ -293,11 +314,10 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 name: getattr(scaler, name) for name in _OF_LOSS_SCALE if hasattr(scaler, name)
             },
         }
-
-        kept = {} if self._best is None else self._best.kept(params.cur_epoch_num)
+        kept = self._first.kept(params.cur_epoch_num)
         counts = {"counts": _counts(self._counting)} if self._counting else {}
 
-        def content() -> Mapping[str, object]:
+        def state() -> Mapping[str, object]:
             return {
                 "network": kept or _parameters(network),
                 "training": json.dumps(facts),
@@ -306,40 +326,35 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 **counts,
             }
 
-        self.manager.step_end(
-            params.cur_step_num,
-            content,
-            epoch=params.cur_epoch_num,
-            metrics=self._metrics.at(run_context),
-        )
-        if self.manager.should_stop:
-            run_context.request_stop()
-        is_whole = params.cur_step_num % self._steps_per_epoch == 0
-        is_last = is_whole and params.cur_epoch_num >= self._last_epoch
-        if is_last or run_context.get_stop_requested():
-            self.manager.__exit__(None, None, None)  # what ends the training changes the weights
-
-    def _with_best_weights(self, callbacks: list[Any]) -> list[Any]:
-        """Keep the weights before the first `EarlyStopping` that may replace them by the best ones."""
-        early = [one for one in callbacks if _restores_best(one)]
-        if not early:
-            return callbacks
-        self._best = _BestWeights(early)
-        at = callbacks.index(early[0])
-        return [*callbacks[:at], self._best, *callbacks[at:]]
+        return state
 
 
-class _BestWeights(Callback):  # type: ignore[misc, unused-ignore]
-    """Keeps the weights of an epoch in which an `EarlyStopping` may replace them by the best ones."""
+class _First(Callback):  # type: ignore[misc, unused-ignore]
+    """Is called before the callbacks that may fail at the end of a step, or change its weights.
 
-    def __init__(self, early: Sequence[EarlyStopping]) -> None:
+    An `EarlyStopping` that ends the training may replace the weights by the best ones: a copy of
+    them is taken in each epoch that may be the last.
+    """
+
+    def __init__(self, note: Callable[[Any], None]) -> None:
         super().__init__()
-        self._early = early
+        self._note = note
+        self._early: list[Any] = []
         self._kept: dict[str, Any] = {}
         self._epoch = 0
 
+    def among(self, callbacks: list[Any]) -> list[Any]:
+        """Return callbacks with this one before the first that replaces weights."""
+        self._early = [one for one in callbacks if _restores_best(one)]
+        at = callbacks.index(self._early[0]) if self._early else 0
+        return [*callbacks[:at], self, *callbacks[at:]]
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Note the step."""
+        self._note(run_context)
+
     def on_train_epoch_end(self, run_context: Any) -> None:
-        """Copy the weights, if the run may end with this epoch."""
+        """Copy the weights, if an `EarlyStopping` may end the training with this epoch."""
         params = run_context.original_args()
         self._epoch = params.cur_epoch_num
         may_stop = any(one.wait + 1 >= one.patience for one in self._early)
