@@ -9,6 +9,7 @@ are not: Keras changes the sign of `min_delta` in each run.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 from ckptmgr.state.paths import StateMismatch, mismatch
 
 _PLAIN = (bool, int, float, str, np.ndarray, np.generic, type(None))
-_NUMBERS = (int, float, np.number, np.bool_)
+_NUMBERS = int | float | np.number | np.bool_
 _OF_FRAMEWORK = {"model", "params"}
 
 
@@ -59,6 +60,53 @@ def put_counts(
     for one, counts in zip(callbacks, stored, strict=True):
         for name, value in counts.items():
             setattr(one, name, _copied(value))
+
+
+class Uncounted:
+    """Warns once of callbacks that count, and whose counts are not saved.
+
+    They are those whose numbers or arrays are others at the end of an epoch than at its beginning.
+
+    Args:
+        callbacks: All callbacks of a training.
+        counting: Those whose counts are saved.
+        ignored: Classes whose numbers are no counts.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[Any], counting: Sequence[Any], ignored: tuple[type, ...]
+    ) -> None:
+        saved = {id(one) for one in counting}
+        self._callbacks = [
+            one for one in callbacks if id(one) not in saved and not isinstance(one, ignored)
+        ]
+        self._before: list[dict[str, Any]] = []
+
+    def begin_epoch(self) -> None:
+        """Note the counts."""
+        self._before = counts_of(self._callbacks)
+
+    def end_epoch(self) -> None:
+        """Warn, if the first epoch has changed some."""
+        changed = [
+            f"{type(one).__name__}.{name}"
+            for one, before, after in zip(
+                self._callbacks, self._before, counts_of(self._callbacks), strict=False
+            )
+            for name, value in after.items()
+            if _is_count(value) and not np.array_equal(value, before.get(name))
+        ]
+        self._callbacks = []
+        if changed:
+            warnings.warn(
+                f"{', '.join(changed)}: a resumed run begins anew with these numbers of callbacks;"
+                " name the callbacks that count in counting=[...]",
+                stacklevel=3,
+            )
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, _NUMBERS | np.ndarray) and not isinstance(value, bool)
 
 
 def _mismatch(problems: list[str], owner: str) -> StateMismatch:

@@ -241,7 +241,7 @@ def test_checkpoint_without_a_class_of_its_optimizer_resumes(tmp_path: Path) -> 
     assert steps_in(tmp_path)[-1] == 8
 
 
-class Adversarial(keras.Model):  # type: ignore[misc]
+class Adversarial(keras.Model):  # type: ignore[misc, name-defined]
     """Two networks that are trained in turn, by optimizers that are built when they are used."""
 
     has_turns = True
@@ -265,6 +265,7 @@ class Adversarial(keras.Model):  # type: ignore[misc]
         is_turn = self.has_turns and int(self.each["first"].iterations) % 3 != 2
         pairs = [(self.first, self.each["first"])]
         pairs += [(self.second, one) for one in self.each["others"] if is_turn]
+        loss: Any = None
         for network, optimizer in pairs:
             self.zero_grad()
             loss = keras.ops.mean((network(self.norm(data[0])) - data[1]) ** 2)
@@ -361,6 +362,18 @@ def test_callbacks_that_count_epochs_go_on_counting(tmp_path: Path) -> None:
     assert counted(tmp_path / "cut", 9) == expected
     with pytest.raises(StateMismatch, match="counting= has 0 callbacks, and 2 were saved"):
         counted(tmp_path / "cut", 9, counting=[])
+
+
+def test_callbacks_that_count_and_are_not_named_are_warned_of(tmp_path: Path) -> None:
+    class Batches(Callback):  # type: ignore[misc]
+        count = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.count += 1
+
+    early = keras.callbacks.EarlyStopping("loss")
+    with pytest.warns(UserWarning, match=r"^Batches\.count, EarlyStopping\.best.*: a resumed run"):
+        fit(tmp_path, 2, callbacks=[Batches(), early])
 
 
 def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path: Path) -> None:

@@ -332,6 +332,11 @@ def test_callbacks_that_count_go_on_counting(tmp_path: Path) -> None:
         watched(tmp_path / "cut", 9, patience=3, counting=[])
 
 
+def test_callbacks_that_count_and_are_not_named_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"EarlyStopping\.best: a resumed run begins anew"):
+        watched(tmp_path, 2, counting=[])
+
+
 def test_weights_of_the_best_epoch_that_end_a_training_are_not_those_of_its_step(
     tmp_path: Path,
 ) -> None:

@@ -32,7 +32,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager, TrainingBlock, move_to_end
-from ckptmgr.integrations.counting import counts_of, put_counts
+from ckptmgr.integrations.counting import Uncounted, counts_of, put_counts
 from ckptmgr.integrations.keras.averages import Averages, replaced_after_errors
 from ckptmgr.integrations.keras.held import (
     OF_COMPILE,
@@ -55,6 +55,7 @@ from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch, mismatch
 
 _BACKENDS = ("jax", "torch")
+_WITHOUT_COUNTS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 _PARTS = {
     "model",
     "optimizer",
@@ -138,7 +139,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._pending: _Step | None = None
         self._batches: TrainFunction | None = None
         self._fitted: Any = None  # `self.model` would fetch its variables from JAX
-        self._averages = Averages([])
+        self._averages, self._uncounted = Averages([]), Uncounted([], [], ())
         self._optimizers = Optimizers()
 
     def _leave(self, error: BaseException | None) -> None:
@@ -207,6 +208,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._fitted, self._seed = self.model, global_seed()
         optimizers_of(self._fitted)
         self._averages = Averages(others)
+        self._uncounted = Uncounted(others, self._counting, _WITHOUT_COUNTS)
         self._restore()
         if self._saved is not None:
             warn_of_settings(self._fitted, self._saved.get("settings", []))
@@ -245,6 +247,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
                 self._saved = None
         self._epoch_random = GlobalRandom().state_dict()
         self._batches.begin_epoch()
+        self._uncounted.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Save the step before, if the epoch has gone on after it."""
@@ -282,6 +285,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             raise _other_batches(f"after batch {self._saved['batch']}", "the epoch is shorter")
         with self._averages.left_out(epoch):
             if self._pending is not None:
+                self._uncounted.end_epoch()
                 self._pending.epoch, self._pending.batch = epoch + 1, 0
                 self._pending.random = GlobalRandom().state_dict()
                 self._pending.metrics = _numbers(logs)

@@ -31,13 +31,13 @@ from typing import Any, Self
 import mindspore
 import numpy as np
 from mindspore import dataset as data
-from mindspore.train import Callback, EarlyStopping
+from mindspore.train import Callback, EarlyStopping, LossMonitor, TimeMonitor
 
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.base import FrameworkManager, move_to_end
-from ckptmgr.integrations.counting import counts_of, put_counts
+from ckptmgr.integrations.counting import Uncounted, counts_of, put_counts
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.callback_values import MetricsSource
@@ -91,6 +91,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         )
         self._counting = tuple(counting)
         self._others: list[Any] = []
+        self._uncounted = Uncounted([], [], ())
         self._counts: Any = None
         self._resumed: Checkpoint | None = None
         self._first = _First(self._note_step)
@@ -188,9 +189,11 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             ValueError: There are several ranks.
             StateMismatch: The epochs have another number of steps than those of the checkpoint.
         """
-        self._others, is_last = move_to_end(self, ["_callbacks"], self._first.among)
+        others, is_last = move_to_end(self, ["_callbacks"], self._first.among)
         if not is_last:
             return
+        self._others = [one for one in others if not type(one).__name__.startswith("_")]
+        self._uncounted = Uncounted(self._others, self._counting, (LossMonitor, TimeMonitor))
         params = run_context.original_args()
         if self._model is None or params.train_network is not self._model.train_network:
             raise RuntimeError(
@@ -235,10 +238,11 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 )
             self._last_epoch = first + params.epoch_num
             self._put_back()
+        self._uncounted.begin_epoch()
 
     def _put_back(self) -> None:
         """Put the state back as it was saved, once; other callbacks have begun the training."""
-        if self._resumed is not None and any(map(_is_of_program, self._others)):
+        if self._resumed is not None and self._others:
             self._load_network(self._resumed)
         if self._counts is not None:
             _put_counts(self._counting, self._counts)
@@ -278,6 +282,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             self._load_network(self._ended)
         if self._is_pending:
             self._is_pending = False
+            self._uncounted.end_epoch()
             self._step_end(run_context)
 
     def _step_end(self, run_context: Any) -> None:
@@ -391,11 +396,6 @@ class _StepRandom(GlobalRandom):
 def _parameters(cell: Any) -> dict[str, Any]:
     """Return the parameters of a network, and of the optimizer that trains it, by their names."""
     return {one.name: one for one in cell.get_parameters()}
-
-
-def _is_of_program(callback: object) -> bool:
-    """Return whether a callback is one that the program gave, and not one of `Model`."""
-    return not type(callback).__name__.startswith("_")
 
 
 def _restores_best(callback: Any) -> bool:
