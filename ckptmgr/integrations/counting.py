@@ -62,24 +62,35 @@ def put_counts(
             setattr(one, name, _copied(value))
 
 
+def without(callbacks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """Return the callbacks that are none of others."""
+    known = {id(one) for one in others}
+    return [one for one in callbacks if id(one) not in known]
+
+
+def are_same(callbacks: Sequence[Any], stored: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether callbacks are of the classes that are stored as `class`; warn if they are not."""
+    found, saved = [type(one).__name__ for one in callbacks], [one["class"] for one in stored]
+    if found != saved:
+        warnings.warn(
+            f"the saved run had the callbacks [{', '.join(saved)}], and this one has [{', '.join(found)}]:"
+            " their counts begin anew",
+            stacklevel=4,
+        )
+    return found == saved
+
+
 class Uncounted:
     """Warns once of callbacks that count, and whose counts are not saved.
 
     They are those whose numbers or arrays are others at the end of an epoch than at its beginning.
 
     Args:
-        callbacks: All callbacks of a training.
-        counting: Those whose counts are saved.
-        ignored: Classes whose numbers are no counts.
+        callbacks: Those whose counts are not saved.
     """
 
-    def __init__(
-        self, callbacks: Sequence[Any], counting: Sequence[Any], ignored: tuple[type, ...]
-    ) -> None:
-        saved = {id(one) for one in counting}
-        self._callbacks = [
-            one for one in callbacks if id(one) not in saved and not isinstance(one, ignored)
-        ]
+    def __init__(self, callbacks: Sequence[Any]) -> None:
+        self._callbacks = callbacks
         self._before: list[dict[str, Any]] = []
 
     def begin_epoch(self) -> None:
@@ -94,7 +105,7 @@ class Uncounted:
                 self._callbacks, self._before, counts_of(self._callbacks), strict=False
             )
             for name, value in after.items()
-            if _is_count(value) and not np.array_equal(value, before.get(name))
+            if _is_count(value) and not _is_equal(value, before.get(name))
         ]
         self._callbacks = []
         if changed:
@@ -103,6 +114,10 @@ class Uncounted:
                 " name the callbacks that count in counting=[...]",
                 stacklevel=3,
             )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other)
 
 
 def _is_count(value: object) -> bool:

@@ -79,7 +79,6 @@ def watched(directory: str, steps: int) -> object:
     plateau = keras.callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=1, min_delta=9.0)
     early = keras.callbacks.EarlyStopping("val_loss", patience=9, restore_best_weights=True)
     optimizer = keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9)
-    counting = [losses, plateau, early]
     return _train(
         directory,
         steps,
@@ -87,8 +86,8 @@ def watched(directory: str, steps: int) -> object:
         y,
         optimizer=optimizer,
         config={"keep": "last(2)"},
-        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True), *counting],
-        counting=counting,
+        callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True), losses, plateau, early],
+        counting=[losses],
         batch_size=SIZE,
         validation_data=(x[:32], y[:32]),
         validation_batch_size=8,

@@ -371,9 +371,17 @@ def test_callbacks_that_count_and_are_not_named_are_warned_of(tmp_path: Path) ->
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             self.count += 1
 
-    early = keras.callbacks.EarlyStopping("loss")
-    with pytest.warns(UserWarning, match=r"^Batches\.count, EarlyStopping\.best.*: a resumed run"):
-        fit(tmp_path, 2, callbacks=[Batches(), early])
+    with pytest.warns(UserWarning, match=r"^Batches\.count: a resumed run begins anew"):
+        fit(tmp_path, 2, callbacks=[Batches(), keras.callbacks.EarlyStopping("loss", patience=9)])
+
+
+def test_callbacks_of_keras_that_count_go_on_without_being_named(tmp_path: Path) -> None:
+    expected = counted(tmp_path / "uncut", 9, counting=[])
+    counted(tmp_path / "cut", 2, counting=[])
+    assert counted(tmp_path / "cut", 9, counting=[]) == expected
+    early = keras.callbacks.EarlyStopping("loss", patience=9)
+    with pytest.warns(UserWarning, match=r"\[ReduceLROnPlateau, EarlyStopping\], and this one has"):
+        fit(tmp_path / "cut", 6, callbacks=[early])
 
 
 def test_metrics_of_the_validation_belong_to_the_last_step_of_the_epoch(tmp_path: Path) -> None:
@@ -473,11 +481,11 @@ def fit(name, at=None, how="", epochs=4):
     model.compile(keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.9), "mse", metrics=["mae"])
     losses, plateau = Losses(), callbacks.ReduceLROnPlateau("val_loss", 0.5, patience=2, min_delta=9.0)
     early = callbacks.EarlyStopping("val_loss", patience=3, min_delta=9.0, restore_best_weights=True)
-    counting = [losses, plateau, early]
+    counting = [losses]
     end, swap = End(at, how), callbacks.SwapEMAWeights(swap_on_epoch=True)
     config = CheckpointConfig(save_checkpoint_steps=1000)
     with KerasCheckpoints(name, config, counting=counting) as ours:
-        last = [swap, end, *counting, ours]
+        last = [swap, end, losses, plateau, early, ours]
         model.fit(x, y, batch_size=8, epochs=epochs, validation_data=(x[:16], y[:16]), validation_batch_size=4,
             verbose=0, initial_epoch=ours.initial_epoch,
             callbacks=last if is_last else [swap, plateau, ours, losses, early, end])

@@ -32,7 +32,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
 from ckptmgr.integrations.base import FrameworkManager, TrainingBlock, move_to_end
-from ckptmgr.integrations.counting import Uncounted, counts_of, put_counts
+from ckptmgr.integrations.counting import Uncounted, are_same, counts_of, put_counts, without
 from ckptmgr.integrations.keras.averages import Averages, replaced_after_errors
 from ckptmgr.integrations.keras.held import (
     OF_COMPILE,
@@ -55,6 +55,11 @@ from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch, mismatch
 
 _BACKENDS = ("jax", "torch")
+_WITH_COUNTS = (
+    keras.callbacks.EarlyStopping,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.ReduceLROnPlateau,
+)
 _WITHOUT_COUNTS = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 _PARTS = {
     "model",
@@ -101,8 +106,9 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         directory: Directory of the checkpoints.
         config: When and how to save, and what to keep. Metrics have the names of Keras: `loss`,
             `val_loss` and so on; those of a validation belong to the last step of the epoch.
-        counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts and
-            arrays in their public attributes. Give them to `fit` as well.
+        counting: Callbacks of your own whose counts are saved, too: numbers, texts, arrays, and
+            lists and dicts of them, in their public attributes. Give them to `fit` as well. Those of
+            Keras that count, such as `EarlyStopping`, need not be named.
         options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
             others. There are no `ranks`, because only training in one process is supported.
 
@@ -129,7 +135,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             )
         self.manager = FrameworkManager("KerasCheckpoints", directory, config, **options)
         self._counting = tuple(counting)
-        self._has_begun = self._is_stopping = False
+        self._has_begun = self._is_stopping = self._is_counted = False
         self._saved: Mapping[str, Any] | None = None
         self._initial_epoch: int | None = None
         self._seed: Any = None
@@ -139,8 +145,9 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._pending: _Step | None = None
         self._batches: TrainFunction | None = None
         self._fitted: Any = None  # `self.model` would fetch its variables from JAX
-        self._averages, self._uncounted = Averages([]), Uncounted([], [], ())
+        self._averages, self._uncounted = Averages([]), Uncounted([])
         self._optimizers = Optimizers()
+        self._own: list[Any] = []  # callbacks of Keras that count
 
     def _leave(self, error: BaseException | None) -> None:
         """Save the last step of an epoch whose validation fails; the resumed run repeats that."""
@@ -208,11 +215,17 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._fitted, self._seed = self.model, global_seed()
         optimizers_of(self._fitted)
         self._averages = Averages(others)
-        self._uncounted = Uncounted(others, self._counting, _WITHOUT_COUNTS)
+        others = [
+            one for one in without(others, self._counting) if not isinstance(one, _WITHOUT_COUNTS)
+        ]
+        self._own = [one for one in others if isinstance(one, _WITH_COUNTS)]
+        self._uncounted = Uncounted(without(others, self._own))
         self._restore()
         if self._saved is not None:
             warn_of_settings(self._fitted, self._saved.get("settings", []))
             put_counts(self._counting, self._saved["counts"])
+            self._is_counted = are_same(self._own, self._saved.get("own_counts", []))
+            self._put_counts(self._saved)
             GlobalRandom().load_state_dict(self._saved["random"])
         self._training.enter_context(self.manager)
         self._batches = TrainFunction(self.model)
@@ -343,6 +356,9 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
     def _state_of(self, step: _Step) -> Callable[[], dict[str, object]]:
         """Return a function that returns the state of a step, before the next one begins."""
         epoch_random, counts = self._epoch_random, counts_of(self._counting)
+        own_counts = [
+            {"class": type(one).__name__, "counts": counts_of([one])[0]} for one in self._own
+        ]
 
         def state() -> dict[str, object]:
             model = self.model
@@ -358,6 +374,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
                 "metrics": step.averages or values_of(model.metrics_variables),
                 "seed": array_of(self._seed),
                 "counts": counts,
+                "own_counts": own_counts,
                 "random": step.random,
                 "epoch_random": epoch_random if step.batch else None,
                 "epoch": step.epoch,
@@ -383,10 +400,15 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
                 stacklevel=2,
             )
         self._restore()
-        put_counts(self._counting, self._saved["counts"])
+        self._put_counts(self._saved)
         GlobalRandom().load_state_dict(self._saved["random"])
         self._batches.train()
         self._saved = None
+
+    def _put_counts(self, saved: Mapping[str, Any]) -> None:
+        put_counts(self._counting, saved["counts"])
+        if self._is_counted:
+            put_counts(self._own, [one["counts"] for one in saved.get("own_counts", [])])
 
     def _restore(self) -> None:
         if self._saved is None:

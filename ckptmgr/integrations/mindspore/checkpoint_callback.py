@@ -31,19 +31,22 @@ from typing import Any, Self
 import mindspore
 import numpy as np
 from mindspore import dataset as data
-from mindspore.train import Callback, EarlyStopping, LossMonitor, TimeMonitor
+from mindspore.train import Callback, EarlyStopping, LossMonitor, ReduceLROnPlateau, TimeMonitor
 
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.base import FrameworkManager, move_to_end
-from ckptmgr.integrations.counting import Uncounted, counts_of, put_counts
+from ckptmgr.integrations.counting import Uncounted, are_same, counts_of, put_counts, without
 from ckptmgr.state.global_random import GlobalRandom
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.callback_values import MetricsSource
+from ckptmgr.training.resume import Resumption
 
 _UNSEEDED = 5489  # std::mt19937::default_seed; the data then draw a seed of their own
+_WITHOUT_COUNTS = (LossMonitor, TimeMonitor)
 _OF_LOSS_SCALE = ("loss_scale", "cur_iter", "last_overflow_iter", "bad_step")
+_NO_COUNTS: Mapping[str, Any] = {"counting": [], "own": []}
 _CALL = "initial_epoch=checkpoints.resume(model, dataset, epochs)"
 
 
@@ -63,8 +66,9 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         config: When and how to save, what to keep. `save_checkpoint_steps` counts from the last save,
             as in MindSpore. Metrics are the loss, as `loss`, and those of the
             evaluations of `Model.fit`, which the checkpoint of the last step of an epoch has.
-        counting: Callbacks whose counts are saved, too, such as `EarlyStopping`: numbers, texts,
-            arrays and parameters in their public attributes. Give them to the training as well.
+        counting: Callbacks of your own whose counts are saved, too: numbers, texts, arrays,
+            parameters, and lists and dicts of them, in their public attributes. Give them to the
+            training as well. `EarlyStopping` and `ReduceLROnPlateau` need not be named.
         options: `resume=Resume(...)`, and as for `CheckpointManager`: `prefix`, `stop`, `trust` and
             others. There are no `ranks`, because only training in one process is supported.
 
@@ -91,7 +95,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         )
         self._counting = tuple(counting)
         self._others: list[Any] = []
-        self._uncounted = Uncounted([], [], ())
+        self._own: list[Any] = []  # callbacks of MindSpore that count
+        self._uncounted = Uncounted([])
         self._counts: Any = None
         self._resumed: Checkpoint | None = None
         self._first = _First(self._note_step)
@@ -135,16 +140,15 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             "random": random,
             "generator": random.generator,
         }
-        if self._counting:
-            state["counts"] = None
-        start = self.manager.resume(state)
+        start = self._resume(state)
         _warn_of_order(dataset, is_resumed=not start.is_fresh)
         if start.checkpoint is None:
             return 0
         facts = parse_bounded(start.state["training"], what="state of the training")  # type: ignore[index, unused-ignore]
         _check_optimizers(model.train_network, facts.get("optimizers"))
         self._step, self._facts, self._resumed = start.step, facts, start.checkpoint
-        self._counts = state.get("counts")
+        restored: Any = start.state
+        self._counts = restored.get("counts", _NO_COUNTS)
         steps_per_epoch = int(facts["steps_per_epoch"])
         random.take()
         self._random = random
@@ -163,6 +167,15 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         dataset.set_init_step(self._step)
         self._first_epoch = self._step // steps_per_epoch
         return self._first_epoch
+
+    def _resume(self, state: dict[str, Any]) -> Resumption:
+        """Resume with the counts of callbacks, if the checkpoint has them."""
+        try:
+            return self.manager.resume({**state, "counts": None})
+        except StateMismatch as error:
+            if "counts" not in str(error):
+                raise
+            return self.manager.resume(state)
 
     def __enter__(self) -> Self:
         """Enter the training, or an evaluation inside it."""
@@ -193,7 +206,13 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         if not is_last:
             return
         self._others = [one for one in others if not type(one).__name__.startswith("_")]
-        self._uncounted = Uncounted(self._others, self._counting, (LossMonitor, TimeMonitor))
+        others = [
+            one
+            for one in without(self._others, self._counting)
+            if not isinstance(one, _WITHOUT_COUNTS)
+        ]
+        self._own = [one for one in others if isinstance(one, EarlyStopping | ReduceLROnPlateau)]
+        self._uncounted = Uncounted(without(others, self._own))
         params = run_context.original_args()
         if self._model is None or params.train_network is not self._model.train_network:
             raise RuntimeError(
@@ -245,7 +264,9 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
         if self._resumed is not None and self._others:
             self._load_network(self._resumed)
         if self._counts is not None:
-            _put_counts(self._counting, self._counts)
+            _put_counts(self._counting, self._counts["counting"])
+            if are_same(self._own, self._counts["own"]):
+                _put_counts(self._own, self._counts["own"])
         if self._random is not None:
             self._random.put_back()
         self._resumed = self._counts = self._random = None
@@ -320,7 +341,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             },
         }
         kept = self._first.kept(params.cur_epoch_num)
-        counts = {"counts": _counts(self._counting)} if self._counting else {}
+        counts = {"counting": _counts(self._counting), "own": _counts(self._own)}
 
         def state() -> Mapping[str, object]:
             return {
@@ -328,7 +349,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 "training": json.dumps(facts),
                 "random": random,
                 "generator": random.generator,
-                **counts,
+                "counts": counts,
             }
 
         return state
@@ -405,7 +426,7 @@ def _restores_best(callback: Any) -> bool:
 def _counts(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
     """Return what callbacks count, and the parameters that they keep."""
     return [
-        {"counts": counted, "parameters": _kept_parameters(one)}
+        {"class": type(one).__name__, "counts": counted, "parameters": _kept_parameters(one)}
         for one, counted in zip(callbacks, counts_of(callbacks), strict=True)
     ]
 
