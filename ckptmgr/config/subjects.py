@@ -118,8 +118,8 @@ class Resume:
                 raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
         if self.at is not None and self.allow_bare:
             raise no_effect("allow_bare", "with at=, which takes one checkpoint", "leave it out")
-        if not self.read_back and (self.strict or self.may_differ):
-            raise ValueError("strict and may_differ have no effect with read_back=False")
+        if self.strict and not self.read_back:
+            raise no_effect("strict", "with read_back=False", "leave one of them out")
 
 
 NEWEST = Resume()

@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.training.preemption import Preemption
     from ckptmgr.training.put_aside import PutAside
     from ckptmgr.training.resume import Resumption
+    from ckptmgr.training.tries import Tries
 
 
 # Libraries that every run needs are imported now, the modules of a run when there is one: until then
@@ -176,6 +177,7 @@ class CheckpointManager:
         self._snapshots, self._stop = options.snapshots, options.stop
         self._preemption: Preemption | None = None
         self._aside: PutAside | None = None
+        self._tries: Tries | None = None
         if self._snapshots != Snapshots():
             self._keep_states()
         if self._stop != Stop():
@@ -232,6 +234,15 @@ class CheckpointManager:
                 self._run.companions.append(aside)
                 self._aside = aside
         return self._saver.data
+
+    def _count_tries(self) -> Tries:
+        """Return what notes how far the run comes, made the first time."""
+        if self._tries is None:
+            from ckptmgr.training.tries import Tries
+
+            self._tries = Tries()
+            self._run.companions.append(self._tries)
+        return self._tries
 
     @property
     def prefix(self) -> str:
@@ -304,6 +315,7 @@ class CheckpointManager:
                     reader=self._reader,
                     past=self._past,
                     data=self._place_loaders(),
+                    tries=self._count_tries(),
                     how=how,
                     needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch,
@@ -736,6 +748,8 @@ class CheckpointManager:
         if isinstance(error, NameError) and self._saver.data is not None:
             self._saver.data.explain(error)
         last, self._past.unsaved = self._past.unsaved, None
+        if self._tries is not None:
+            self._tries.failed(error)
         try:
             if self._config.exception_save and last is not None:
                 from ckptmgr.training.breakpoints import save_last_step

@@ -1,15 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resumption of a run: from the newest checkpoint that loads, the same on all ranks.
-
-The starts from the same checkpoint are counted, because a crash loop looks like progress to a
-scheduler. The count is in `.<series>.starts`, a small JSON file. It is a hint: it is not synced,
-and a damaged file counts as absent.
-"""
+"""Resumption of a run: from the newest checkpoint that loads, the same on all ranks."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 import sys
 import time
@@ -45,15 +38,14 @@ from ckptmgr.state.read_back import ReadBack
 from ckptmgr.state.surroundings import Surroundings
 from ckptmgr.state.tree import check_storable
 from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
-from ckptmgr.store.store import Store
 from ckptmgr.training.data_state import DataState
 from ckptmgr.training.history import RunPast
+from ckptmgr.training.tries import Tries, said_of
 
 if TYPE_CHECKING:
     from ckptmgr.remote.fallback import Fetched
 
 _LOG = logging.getLogger(__name__)
-_MANY_STARTS = 3
 _MOST_SHOWN = 8
 _Loaded = TypeVar("_Loaded")
 Fetch = Callable[[Checkpoint | None, Sequence[Checkpoint], Set[str]], "Fetched"]
@@ -71,8 +63,9 @@ class Resumption:
         checkpoint: The loaded checkpoint; None for a fresh start, and for a state in memory.
         metrics: The metrics of the checkpoint.
         skipped: The newer checkpoints that were skipped, with the reasons.
-        starts: How often runs have started from this checkpoint without a newer save, this start
-            included.
+        starts: How often runs have trained from this checkpoint without a newer save, this start
+            included; those that ended as they wanted to, or were asked to stop, do not count.
+        tries: The steps that the others reached, in their order.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
         fetched_from: Address of the checkpoint in the mirror, if it was downloaded because it is
@@ -92,6 +85,7 @@ class Resumption:
     metrics: Mapping[str, float]
     skipped: tuple[Skipped, ...] = ()
     starts: int = 1
+    tries: tuple[int, ...] = ()
     kept: tuple[str, ...] = ()
     is_inside_epoch: bool = False
     doubt: str | None = None
@@ -113,7 +107,7 @@ class Resumption:
         state: object,
         *,
         skipped: Sequence[Skipped],
-        starts: int = 1,
+        tries: Sequence[int] = (),
         doubt: str | None = None,
         kept: Sequence[str] = (),
         is_inside_epoch: bool = False,
@@ -128,7 +122,8 @@ class Resumption:
             checkpoint=checkpoint,
             metrics=checkpoint.metrics,
             skipped=tuple(skipped),
-            starts=starts,
+            starts=len(tries) + 1,
+            tries=tuple(tries),
             doubt=doubt,
             kept=tuple(kept),
             is_inside_epoch=is_inside_epoch,
@@ -179,20 +174,6 @@ class Resumption:
 def read_back_of(how: Resume) -> ReadBack:
     """Return how a state is compared after its restore."""
     return ReadBack(is_on=how.read_back, may_differ=tuple(how.may_differ), is_strict=how.strict)
-
-
-def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
-    """Record a start from `checkpoint`; return the number of starts without a newer save."""
-    identity = [checkpoint.name, checkpoint.sequence]
-    name, starts = f".{series}.starts", 1
-    with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        noted = json.loads(store.read_note(name) or b"{}")
-        if noted["checkpoint"] == identity:
-            starts += int(noted["starts"])
-    with contextlib.suppress(OSError):
-        note = json.dumps({"checkpoint": identity, "starts": starts}).encode()
-        store.write_note(store.directory / name, note, series=series)
-    return starts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -374,6 +355,7 @@ def resume_state(
     reader: SeriesReader,
     past: RunPast,
     data: DataState,
+    tries: Tries,
     how: Resume = NEWEST,
     needs_same_division: bool = False,
     fetch: Fetch | None = None,
@@ -392,6 +374,7 @@ def resume_state(
             reader,
             past,
             data,
+            tries,
             how=how,
             needs_same_division=needs_same_division,
             fetch=fetch,
@@ -405,6 +388,7 @@ def _resume_state(
     reader: SeriesReader,
     past: RunPast,
     data: DataState,
+    tries: Tries,
     *,
     how: Resume,
     needs_same_division: bool,
@@ -472,18 +456,15 @@ def _resume_state(
     past.resumed(checkpoint, is_own=is_of_run, load_s=time.perf_counter() - started)
     if how.at is not None:
         past.went_back(checkpoint.step, [one for one in candidates.present if one not in before])
-    starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
-    if starts > _MANY_STARTS:
-        _LOG.warning(
-            "this is start number %d from %s without a newer save: the run may be failing at the same place",
-            starts,
-            checkpoint.path,
-        )
+    begun = tries.begin(writer.store, writer.series, checkpoint) if writer.is_first else ()
+    said = said_of(begun, checkpoint)
+    if said is not None:
+        _LOG.warning("%s", said)
     return Resumption.at(
         checkpoint,
         restored,
         skipped=skipped,
-        starts=starts,
+        tries=begun,
         doubt=found.doubt,
         kept=loaded.kept,
         is_inside_epoch=data.is_inside_pass,

@@ -449,23 +449,6 @@ def test_other_series_in_the_directory_are_left_alone() -> None:
         assert steps(manager) == [1, 2]
 
 
-def test_starts_without_a_newer_save_are_counted_and_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    disk = disk_with(1.0)
-    starts = []
-    for _ in range(4):
-        with Trainer(disk).manager() as manager:
-            starts.append(manager.resume().starts)
-    assert starts == [1, 2, 3, 4]
-    assert [r.message for r in caplog.records if "start number 4" in r.message]
-    with Trainer(disk).manager() as manager:
-        manager.resume()
-        manager.save(2, state_of(2.0))
-    with Trainer(disk).manager() as manager:
-        assert manager.resume().starts == 1
-
-
 def test_load_by_step_by_name_by_path_and_by_value() -> None:
     with Trainer(disk_with(10.0, 20.0)).manager() as manager:
         first = manager.checkpoints()[0]
