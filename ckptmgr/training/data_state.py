@@ -285,8 +285,9 @@ class DataState(Companion):
             is_empty = place.count == first
             if is_empty and continued:
                 self._empty = name
-            if is_empty and at_save and continued and _is_stateful(parts, continued):
-                # It may have drawn the numbers that the first run drew before the save.
+            may_have_drawn = continued and _is_stateful(parts, continued) and not parts.restarts
+            if is_empty and at_save and may_have_drawn:
+                # What the first run drew before the save.
                 self._put_back(parts, at_save, name)
             place.is_open = False
             self._ended += 1
@@ -349,7 +350,10 @@ class DataState(Companion):
         if stored is not None and at_save is not None:
             _set_generators(parts, at_save.generators, name)
             parts.set_epochs(stored["epochs"])
-            if _is_stateful(parts, stored):
+            if _is_stateful(parts, stored) and parts.restarts:
+                parts.continued(stored["loader"])  # draws what the end of that pass had drawn
+                self._put_back(parts, at_save, name)
+            elif _is_stateful(parts, stored):
                 parts.loader.load_state_dict(stored["loader"])
         if epoch is not None:
             parts.set_epoch(epoch)
@@ -368,9 +372,7 @@ class DataState(Companion):
         parts.set_epochs(start["epochs"])
         self._random.load_state_dict(start["random"])
         has_state = _is_stateful(parts, stored)
-        if has_state:
-            parts.loader.load_state_dict(stored["loader"])
-        iterator = iter(parts.loader)
+        iterator = parts.continued(stored["loader"]) if has_state else iter(parts.loader)
         if not has_state:
             before = stored.get("before") or ()
             used = _skipped(self._as_drawn(iterator, before, count), count, name=name)

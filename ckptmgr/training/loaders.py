@@ -26,7 +26,14 @@ from ckptmgr.state.arrays import array_bytes, framework_of, is_instance_by_name,
 from ckptmgr.state.random import build_generator, generator_kind, generator_state, set_generator
 from ckptmgr.state.torch_memory import torch_bytes
 
-_PARTS = ("sampler", "batch_sampler", "dataset")
+_PARTS = (
+    "sampler",
+    "batch_sampler",
+    "dataset",
+    "root",
+    "source",
+)  # the last two of torchdata.nodes
+_MOST_PARTS = 16  # below each other
 _MAX_DEPTH = 3
 _MOST_ARRAYS, _MOST_NUMBERS = 8, 16  # of a batch, that distinguish it from others
 _BLOCKS, _BLOCK_BYTES = 16, 4096
@@ -84,6 +91,22 @@ class LoaderParts:
         """Whether it is a DataLoader of torch, or a subclass."""
         data = sys.modules.get("torch.utils.data")
         return data is not None and isinstance(self.loader, data.DataLoader)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it begins a new pass where its state is the end of one: Loader of torchdata.nodes."""
+        return bool(getattr(self.loader, "restart_on_stop_iteration", False))
+
+    def continued(self, state: object) -> Iterator[Any]:
+        """Return the rest of the pass that a state is of; none, where it is the end of the pass."""
+        self.loader.load_state_dict(state)
+        if not self.restarts:
+            return iter(self.loader)
+        self.loader.restart_on_stop_iteration = False
+        try:
+            return iter(self.loader)
+        finally:
+            self.loader.restart_on_stop_iteration = True
 
     @property
     def has_workers(self) -> bool:
@@ -218,7 +241,7 @@ def _block_starts(size: int) -> Sequence[int]:
 def _walk(part: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     """Yield a loader, its samplers and its dataset, with their paths."""
     yield path, part
-    if depth < _MAX_DEPTH:
+    if depth < _MOST_PARTS:
         for name in _PARTS:
             inner = getattr(part, name, None)
             if inner is not None and not isinstance(inner, type):

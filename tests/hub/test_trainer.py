@@ -673,3 +673,76 @@ def test_model_without_configuration_trains_and_is_refused_by_from_pretrained(
 
 def test_earlier_name_is_the_same_class() -> None:
     assert ours.CheckpointCallback is TrainerCheckpoints
+
+
+class Rows(torch.utils.data.IterableDataset):  # type: ignore[misc, name-defined]
+    """Forty rows, five batches, without a length."""
+
+    def __iter__(self) -> Any:
+        tokens = torch.randint(0, 50, (40, 8), generator=torch.Generator().manual_seed(1))
+        yield from ({"input_ids": row, "labels": row.sum() % 2} for row in tokens)
+
+
+@pytest.mark.parametrize(("saved", "is_refused"), [(3, False), (5, False), (8, True)])
+def test_step_of_a_later_pass_over_data_without_a_length_is_refused(
+    tmp_path: Path, saved: int, is_refused: bool
+) -> None:
+    def go_on(steps: int) -> None:
+        with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
+            trainer = new_trainer(tmp_path, new_model(), [checkpoints, At(saved, stop)])
+            trainer.args.max_steps = steps
+            trainer.train_dataset = Rows()
+            trainer.train(resume_from_checkpoint=checkpoints.materialize())
+
+    def stop(control: Any) -> None:
+        control.should_training_stop = True
+
+    go_on(17)
+    if not is_refused:
+        go_on(17)
+        return
+    with pytest.raises(UnsupportedCheckpoint, match="pass 2 over data without a length") as caught:
+        go_on(17)
+    assert caught.match("__len__")
+
+
+def test_moments_of_a_trainer_come_back_in_their_stored_type(tmp_path: Path) -> None:
+    class Momentum(torch.optim.SGD):  # type: ignore[misc, name-defined]
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for one in group["params"]:
+                    held = self.state[one].setdefault("moment", torch.zeros(one.shape).double())
+                    held += 1 / 3
+            return super().step(closure)
+
+    def go_on(steps: int) -> Any:
+        model = new_model()
+        with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
+            optimizer = Momentum(model.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+            trainer = new_trainer(
+                tmp_path, model, [checkpoints], max_steps=steps, optimizers=(optimizer, schedule)
+            )
+            trainer.train(resume_from_checkpoint=checkpoints.materialize())
+        return next(iter(optimizer.state.values()))["moment"]
+
+    go_on(2)
+    found = go_on(4)
+    assert found.dtype is torch.float64
+    wanted = sum([torch.tensor(1 / 3, dtype=torch.float64)] * 4)
+    assert torch.equal(found.flatten()[0], wanted)
+
+
+def test_model_with_an_adapter_is_refused_by_from_pretrained(tmp_path: Path) -> None:
+    class Adapted(BertForSequenceClassification):  # type: ignore[misc, unused-ignore]
+        """A model as an adapter makes it: with weights that its class does not have."""
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.adapter = torch.nn.Linear(2, 2)
+
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
+        model = Adapted(BertConfig(**SMALL))
+        new_trainer(tmp_path, model, [checkpoints], max_steps=1).train()
+    with pytest.raises(StateMismatch, match=r"adapter.weight is only in the checkpoint"):
+        from_pretrained(BertForSequenceClassification, tmp_path / "runs")

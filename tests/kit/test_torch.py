@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("torchdata", reason="needs torchdata: make kit FRAMEWORK=torch")
 
 pytestmark = [pytest.mark.kit, pytest.mark.usefixtures("kit")]
-LOADERS = ("stock", "workers", "stateful", "stateful_workers", "threads", "process")
+LOADERS = ("stock", "workers", "stateful", "stateful_workers", "nodes", "threads", "process")
 PROGRAMS = {
     "examples/torch_loop.py:main": {"steps_per_epoch": 10, "keep": 2, "fork": True},
     **{

@@ -59,6 +59,18 @@ def stateful_workers(directory: str, steps: int) -> object:
     return _train(directory, steps, loader)
 
 
+def nodes(directory: str, steps: int) -> object:
+    """Train with a Loader of torchdata.nodes, whose sampler has a generator of its own."""
+    from torch.utils.data import RandomSampler, default_collate
+    from torchdata import nodes as tn
+
+    rows = Noisy()
+    sampler = RandomSampler(rows, generator=torch.Generator().manual_seed(1))
+    wrapped: Any = tn.SamplerWrapper(sampler)
+    batches = tn.Batcher(tn.Mapper(wrapped, rows.__getitem__), SIZE)
+    return _train(directory, steps, tn.Loader(tn.Mapper(batches, default_collate)))
+
+
 def threads(directory: str, steps: int) -> object:
     """Train with saves in a thread."""
     return _train(directory, steps, DataLoader(Noisy(), SIZE, shuffle=True), async_save="thread")

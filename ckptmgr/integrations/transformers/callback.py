@@ -40,12 +40,14 @@ from ckptmgr.integrations.transformers.checks import (
     check_arguments,
     check_model,
     check_optimizer,
+    check_pass,
     kinds_of,
+    types_of,
     warn_about,
 )
 from ckptmgr.integrations.transformers.files import random_of_trainer, text_of, weights_file
 from ckptmgr.state.global_random import GlobalRandom
-from ckptmgr.state.optimizers import class_of
+from ckptmgr.state.optimizers import class_of, keep_stored_types
 from ckptmgr.state.paths import StateMismatch
 
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
@@ -77,6 +79,8 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._has_key = config is not None and config.enc_key is not None
         self._saved_epoch: dict[str, Any] | None = None
         self._epoch_random: dict[str, object] = {}
+        self._passes: int | None = None  # that have begun
+        self._resumed_pass: int | None = None
         self._resumed: Checkpoint | None = None
         self._has_asked = False
         self._model: Any = None
@@ -127,7 +131,9 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             "class": state.get("optimizer_class"),
             "param_groups": state["optimizer"].get("param_groups"),
             "scheduler": state["scheduler"],
+            "types": types_of(state["optimizer"]),
         }
+        self._passes = self._resumed_pass = state.get("passes")
         self._resumed = start.checkpoint
         self._given.close()
         folder = Path(tempfile.mkdtemp(prefix="ckptmgr-resume-"))
@@ -188,6 +194,9 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         """Put back the random numbers with which the epoch began that a resumed run is in."""
         self._end_step(control)
         self._after_save = None
+        if self._resumed_pass is None:
+            self._passes = (self._passes or 0) + 1
+        self._resumed_pass = None
         if self._saved_epoch is not None:
             saved, self._saved_epoch = self._saved_epoch, None
             GlobalRandom().load_state_dict(saved["step" if _is_whole(state) else "epoch"])
@@ -244,6 +253,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         if not has_asked and self.manager.check_may_begin(problem, way_out=way_out) is not None:
             self.manager.resume()
         if self._resumed is None:
+            self._passes = self._resumed_pass = None
             return
         if state.global_step != self._resumed.step:
             raise ValueError(
@@ -251,6 +261,10 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
                 f" {state.global_step}: write {CALL}"
             )
         check_optimizer(kwargs["optimizer"], kwargs["lr_scheduler"], self._stored_optimizer)
+        check_pass(kwargs.get("train_dataloader"), self._resumed_pass, self._resumed)
+        if types_of(kwargs["optimizer"].state_dict()) != self._stored_optimizer["types"]:
+            stored: Any = self.manager.load(self._resumed, only="optimizer")
+            keep_stored_types(kwargs["optimizer"], stored["optimizer"])
 
     def _check_model(self) -> None:
         """Raise StateMismatch if the model is known, and another than that of the checkpoint."""
@@ -275,6 +289,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
     def _ended_step(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of `step_end` for a step."""
         step_random, epoch_random = GlobalRandom().state_dict(), self._epoch_random
+        passes = self._passes
 
         def content() -> dict[str, object]:
             model, optimizer = kwargs["model"], kwargs["optimizer"]
@@ -287,6 +302,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
                 "trainer": text_of(state),
                 "random": step_random,
                 "epoch_random": epoch_random,
+                "passes": passes,
                 "config": None if config is None else config.to_json_string(),
             }
             scaler = getattr(optimizer, "scaler", None)

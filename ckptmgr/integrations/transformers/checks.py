@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers.trainer_utils import has_length
 
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.state.optimizers import all_problems, check_same, schedule_problems
 from ckptmgr.state.paths import Path, StateMismatch
 
@@ -72,6 +75,28 @@ def check_model(model: Any, stored: Mapping[str, str]) -> None:
         more = [f"... and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         text = "\n  ".join(lines[:_SHOWN] + more)
         raise StateMismatch(f"the checkpoint is of another model:\n  {text}", hint=WAYS_OUT)
+
+
+def types_of(optimizer: Mapping[str, Any]) -> list[str]:
+    """Return the types of the moments in the state of an optimizer, in their order."""
+    moments = optimizer.get("state", {}).values()
+    tensors = [value for one in moments if isinstance(one, Mapping) for value in one.values()]
+    return [str(one.dtype) for one in tensors if isinstance(one, torch.Tensor)]
+
+
+def check_pass(loader: Any, passes: int | None, resumed: Checkpoint) -> None:
+    """Raise UnsupportedCheckpoint for a step of a later pass over data without a length.
+
+    The Trainer counts the batches to skip from the first pass on, and begins another one where they
+    do not suffice: all batches that follow would be others.
+    """
+    if passes is None or passes < 2 or has_length(loader):
+        return
+    raise UnsupportedCheckpoint(
+        f"was saved in pass {passes} over data without a length, and the Trainer would go on at another batch",
+        path=resumed.path,
+        hint="give the data set a length (__len__), or let it repeat itself, so that max_steps is one pass",
+    )
 
 
 def check_optimizer(optimizer: Any, scheduler: Any, stored: Mapping[str, Any]) -> None:

@@ -18,7 +18,10 @@ from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.integrations.hub_folder import is_hub_folder, weights_in
+from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.manager import CheckpointManager
+
+_SHOWN = 20
 
 
 def from_pretrained(
@@ -46,6 +49,8 @@ def from_pretrained(
         options: As for `cls.from_pretrained`, such as `dtype`.
 
     Raises:
+        StateMismatch: The model of the configuration has other weights than the run has saved, such as
+            one that was trained with adapters of PEFT.
         CheckpointNotFound, UnsupportedCheckpoint: There is no checkpoint, or no configuration in it.
         ValueError: A model of the Hub's layout is asked for a checkpoint.
         CorruptCheckpoint, KeyProblem, OSError: As `CheckpointManager.load`.
@@ -85,7 +90,27 @@ def _made(
     if not hasattr(cls, "config_class") or cls.config_class is None:  # an Auto class
         with torch.device("meta"):
             cls = type(cls.from_config(config))
-    model = cls.from_pretrained(None, config=config, state_dict=dict(weights), **options)
+    is_asked = options.pop("output_loading_info", False)
+    model, found = cls.from_pretrained(
+        None, config=config, state_dict=dict(weights), output_loading_info=True, **options
+    )
+    if directory is None:  # of a folder Transformers says so itself: a head may be new on purpose
+        _check_loaded(cls, found)
     if directory is not None and (directory / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(directory)
-    return model
+    return (model, found) if is_asked else model
+
+
+def _check_loaded(cls: Any, found: Mapping[str, Any]) -> None:
+    """Raise StateMismatch if the model has weights that are not stored, or lacks stored ones."""
+    lines = [f"{name} is not in the checkpoint" for name in sorted(found["missing_keys"])]
+    lines += [f"{name} is only in the checkpoint" for name in sorted(found["unexpected_keys"])]
+    lines += [f"{one[0]} has another shape" for one in found["mismatched_keys"]]
+    if lines:
+        more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+        text = "\n  ".join(lines[:_SHOWN]) + more
+        raise StateMismatch(
+            f"the checkpoint does not fit {cls.__name__}, whose weights would be random:\n  {text}",
+            hint="build the model as it was trained, with its adapters (peft.get_peft_model), and load it with"
+            " CheckpointManager(DIRECTORY).load('latest', {'model': model}, only='model')",
+        )
