@@ -391,6 +391,12 @@ def test_only_the_best_epochs_are_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quiet")
+def test_validated_steps_are_saved_where_the_metric_makes_them_due(tmp_path: Path) -> None:
+    measured = {"save_checkpoint_steps": None, "save_when_measured": "val_loss", "keep": "all"}
+    assert validated(tmp_path, 3, **measured) == [4, 8, 12]
+
+
+@pytest.mark.usefixtures("quiet")
 def test_interval_of_two_epochs_saves_their_last_steps(tmp_path: Path) -> None:
     assert validated(tmp_path, 4, save_checkpoint_steps=2 * 4, keep="all") == [8, 16]
 

@@ -450,7 +450,7 @@ def reported(directory: Path, *, dies_at: int | None = None, breaks: bool = Fals
                         raise Cut
                     if breaks:
                         _ = missing  # type: ignore[name-defined]
-                last = batch.sum() if last is None else last
+                last = batch.sum() if last is None else last  # pyright: ignore[reportPossiblyUnboundVariable] - the subject
     except Cut:
         return []
     except NameError as error:
