@@ -64,7 +64,8 @@ class DueSaves:
         beside = "" if measured is None else f", or when {measured} is measured"
         self._policy = policy_of_all(policy, coordinator, timeout_s=timeout_s, beside=beside)
         self._measured = measured
-        if measured is not None and policy == EverySteps(1):
+        is_each = isinstance(policy, EverySteps) and policy.interval_steps == 1
+        if measured is not None and is_each:
             _LOG.warning(
                 "save_when_measured=%r has no effect: save_checkpoint_steps=1, its default, saves every step;"
                 " save_checkpoint_steps=None saves the measured steps alone",

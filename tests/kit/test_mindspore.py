@@ -182,6 +182,18 @@ def test_evaluation_of_fit_is_in_the_checkpoint_of_the_last_step_of_the_epoch(
     }
 
 
+def test_epochs_that_are_evaluated_are_saved_where_the_metric_makes_them_due(
+    tmp_path: Path,
+) -> None:
+    config = CheckpointConfig(None, save_when_measured="mae", keep="all")
+    model, rows = programs.model(), programs.dataset()
+    checkpoints = ours.MindSporeCheckpoints(tmp_path, config)
+    first = checkpoints.resume(model, rows, 3)
+    valid = programs.dataset(is_shuffled=False)
+    model.fit(3, rows, valid, valid_frequency=2, callbacks=[checkpoints], initial_epoch=first)
+    assert saved_steps(checkpoints) == [2 * EPOCH, 3 * EPOCH]
+
+
 def test_steps_of_two_epochs_save_the_end_of_every_second_epoch(tmp_path: Path) -> None:
     every = 2 * programs.dataset().get_dataset_size()
     checkpoints, _ = run(tmp_path, 4, save_checkpoint_steps=every)

@@ -124,7 +124,9 @@ def test_option_beside_saves_of_every_step_says_that_it_has_no_effect(
     CheckpointManager(tmp_path, config, save_policy=EverySteps(2))
     assert not caplog.records
     CheckpointManager(tmp_path, config)
-    (warning,) = (one.getMessage() for one in caplog.records)
+    CheckpointManager(tmp_path, config, save_policy=EverySteps(1, since="save"))
+    warning, again = (one.getMessage() for one in caplog.records)
+    assert warning == again
     assert "save_when_measured='val' has no effect" in warning
     assert "save_checkpoint_steps=None saves the measured steps alone" in warning
 
