@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _PIECE_BYTES = 1 << 30  # OpenSSL takes at most 2 GiB at once
+_SMALL_BYTES = 1 << 20  # such contents are compared without a tag
 _MOST_SHOWN = 8
 _NONCE = bytes(12)
 _SEQUENCES = (list, tuple, deque)
@@ -294,6 +295,8 @@ class Comparison:
     def _is_same(self, stored: Tensor, live: Tensor, known: bytes | None) -> bool:
         if stored.spec != live.spec:
             return False
+        if known is None and stored.spec.size_bytes <= _SMALL_BYTES:
+            return bytes(stored.content()) == bytes(live.content())
         wanted = known or self._tags.of(stored.content())
         return wanted == self._tags.of(live.content())
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.state.optimizers import loads_as_stored
 from ckptmgr.state.paths import StateMismatch, TreeError
@@ -202,7 +202,7 @@ def _parameters_of(modules: Iterable[Any]) -> list[Any]:
 def _names_crc(parts: Iterable[tuple[str, Any]]) -> int:
     # torch.compile wraps a module without another meaning.
     names = "\n".join(name.replace("_orig_mod.", "") for name, _ in parts)
-    return zlib.crc32(names.encode())
+    return crc32(names.encode())
 
 
 def _changes(flags: Iterable[bool]) -> list[int]:
