@@ -356,16 +356,49 @@ def note_in(directory: Path) -> Callable[[object], None]:
     return lambda event: (directory / ".heard").touch()
 
 
-def resumed(directory: Path, /, *, saved: Options, is_bare: bool = False, **options: Any) -> object:
-    """A resumption in a directory with one checkpoint."""
+class Held:
+    """An object whose `load_state_dict` may change what is stored."""
+
+    def __init__(self, load: Callable[[dict[str, Any]], dict[str, Any]] = lambda one: one) -> None:
+        self._held: dict[str, Any] = {"held": np.zeros(2), "count": 1}
+        self._load = load
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._held
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        self._held = self._load(stored)
+
+
+def changed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Another array than the stored one."""
+    return {**stored, "held": stored["held"] + 1}
+
+
+def counted_on(stored: dict[str, Any]) -> dict[str, Any]:
+    """Another number than the stored one."""
+    return {**stored, "count": 2}
+
+
+def resumed(
+    directory: Path,
+    /,
+    *,
+    saved: Options,
+    is_bare: bool = False,
+    loads: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    **options: Any,
+) -> object:
+    """A resumption in a directory with one checkpoint; `loads` is how its object loads."""
     with CheckpointManager(directory, CheckpointConfig(**saved), prefix="net") as manager:
-        manager.save(1, state())
+        manager.save(1, state() if loads is None else {"object": Held()})
+    target = None if loads is None else {"object": Held(loads)}
     if is_bare:
         (directory / manifest_name("net-1.ckpt")).unlink()
     fields = [field.name for field in dataclasses.fields(Resume)]
     how = {name: options.pop(name) for name in fields if name in options}
     with made(CheckpointManager, directory=directory, prefix="net", **options) as manager:
-        return tried(lambda: manager.resume(None, Resume(**how)).step)
+        return tried(lambda: manager.resume(target, Resume(**how)).step)
 
 
 def gone_back(directory: Path, /, *, steps: int, **options: Any) -> object:
