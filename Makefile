@@ -124,6 +124,10 @@ test: $(VENV)/.stamp-test ## run the tests but the slow ones (PYTEST_ARGS=..., J
 	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) -m "not slow" $(PYTEST_ARGS)
 
 # Each takes a second of processor time or more; all together two fifths of the time of all tests.
+.PHONY: campaign-resume
+campaign-resume: $(VENV)/.stamp-test ## 100,000 random states, restored and compared (minutes)
+	@CKPTMGR_EXAMPLES=100000 $(PY) -m pytest -q -n $(JOBS) tests/state/test_read_back_property.py
+
 .PHONY: test-slow
 test-slow: $(VENV)/.stamp-test ## run the slow tests
 	@$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) -m slow $(PYTEST_ARGS)
