@@ -190,7 +190,7 @@ hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and tra
 
 # FRAMEWORK has a group kit-FRAMEWORK in pyproject.toml (mindspore: the environment of interop), and its tests in tests/kit/test_FRAMEWORK.py and KIT_TESTS_FRAMEWORK.
 KIT_TESTS_jax := tests/state/test_tree_flax.py
-KIT_TESTS_lightning := tests/kit/test_lightning_page.py tests/kit/test_lightning_features.py
+KIT_TESTS_lightning := tests/kit/test_lightning_page.py tests/kit/test_lightning_features.py tests/kit/test_lightning_state.py
 KIT_TESTS_ray := tests/kit/test_fleets.py
 .PHONY: kit
 kit: $(KIT_VENV)/.stamp ## cut real runs of a framework, and compare what they return (FRAMEWORK=torch)

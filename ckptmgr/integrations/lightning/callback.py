@@ -346,16 +346,18 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             if _is_sigterm(error):
                 self._epoch_ended(trainer, is_preempted=True)
             raise
-        self._epoch_ended(trainer)
+        self._epoch_ended(trainer, is_over=self._stop is not _nothing)
         self._go_on_to_stop()
 
-    def _epoch_ended(self, trainer: Any, *, is_preempted: bool = False) -> None:
+    def _epoch_ended(
+        self, trainer: Any, *, is_over: bool = False, is_preempted: bool = False
+    ) -> None:
         """Finish the last step of an epoch; none ends with it at a stop, or where gradients accumulate."""
         self._is_in_epoch = False
         if trainer.is_last_batch and self._has_stepped:
             self._is_between_epochs = True
             self._loaders.end_pass()
-        self._finish(trainer, is_preempted=is_preempted)
+        self._finish(trainer, is_over=is_over, is_preempted=is_preempted)
 
     def _end_run(self, trainer: Any, method: Any) -> None:
         """Save the last step, if it is due at the end, before the hooks of the end."""
