@@ -116,6 +116,14 @@ class OwnUnfreezing(Callback):  # type: ignore[misc]
             trainer.optimizers[0].add_param_group(group)
 
 
+class Returning(Net):
+    """Leaves the rest of each epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Leave it."""
+        return -1 if batch_idx == BATCHES - 1 else None
+
+
 class OwnOptimizers(Validated):
     """Steps torch's optimizers, past Lightning."""
 
@@ -130,6 +138,18 @@ class OwnOptimizers(Validated):
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
+
+
+class OwnAccumulation(OwnOptimizers):
+    """Steps an optimizer of Lightning every second batch; gradients go over the end of an epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        """Step."""
+        optimizer = self.optimizers()
+        self.manual_backward(Validated.training_step(self, batch, batch_idx))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class Adversarial(OwnOptimizers):
@@ -156,7 +176,13 @@ class Averaged(Validated):
     def __init__(self) -> None:
         super().__init__()
         self.squares, self.total = MeanSquaredError(), SumMetric()
-        self.group = MetricCollection([MeanSquaredError(squared=False), MeanAbsoluteError()])
+        self.group = MetricCollection(  # the first two have equal states, of which one is updated
+            {
+                "mse": MeanSquaredError(),
+                "rmse": MeanSquaredError(squared=False),
+                "mae": MeanAbsoluteError(),
+            }
+        )
         self.quiet = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -239,6 +265,18 @@ class Found(Net):
         return DataLoader(rows(), self.batch_size, shuffle=True)
 
 
+class LaterFinder(LearningRateFinder):  # type: ignore[misc]
+    """Searches when the second epoch starts."""
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Search later."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Search."""
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
 class Unequal(Net):
     """Has loaders of unequal length side by side."""
 
@@ -275,6 +313,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     "finetuning of layers": lambda: {"model": Net(), "callbacks": [Gradual()]},
     "own unfreezing": lambda: {"model": Net(), "callbacks": [OwnUnfreezing()]},
     "own optimizers": lambda: {"model": OwnOptimizers()},
+    "own accumulation": lambda: {"model": OwnAccumulation()},
     "two optimizers": lambda: {"model": Adversarial()},
     "results of the epoch": lambda: {"model": Averaged(), "val_check_interval": 2},
     "early stopping in the epoch": lambda: {
@@ -288,6 +327,7 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
     },
     "plateau": lambda: {"model": Plateau()},
     "plateau of steps": lambda: {"model": PlateauOfSteps()},
+    "plateau up to a step": lambda: {"model": PlateauOfSteps(), "max_steps": 17, "max_epochs": -1},
     "EMAWeightAveraging": lambda: {
         "model": Validated(),
         "val_check_interval": 2,
@@ -301,10 +341,15 @@ FEATURES: dict[str, Callable[[], dict[str, Any]]] = {
         "model": Found(),
         "callbacks": [LearningRateFinder(num_training_steps=20)],
     },
+    "finder at an epoch": lambda: {
+        "model": Found(),
+        "callbacks": [LaterFinder(num_training_steps=10)],
+    },
     "BatchSizeFinder": lambda: {
         "model": Found(),
         "callbacks": [BatchSizeFinder(max_trials=2, steps_per_trial=1)],
     },
+    "rest of the epoch left out": lambda: {"model": Returning()},
     "max_size": lambda: {"model": Unequal()},
     "max_size_cycle": lambda: {"model": UnequalCycle()},
     "accumulation": lambda: {

@@ -104,9 +104,11 @@ def test_optimizer_that_is_not_configured_is_named(
 def test_flags_that_the_program_sets_otherwise_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    frozen, thawed = Net(), Net()
-    for one in (frozen, thawed):
-        one.configure_optimizers = lambda one=one: torch.optim.Adam(one.parameters())
+    class Whole(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 1e-2)
+
+    frozen, thawed = Whole(), Whole()
     frozen.backbone.requires_grad_(False)
     fit(tmp_path, frozen, epochs=1)
     assert "the flags of the saved step" not in caplog.text

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckptmgr.integrations.lightning.aside import copied
 from ckptmgr.integrations.lightning.finders import found_values, skip_finders
 from ckptmgr.integrations.lightning.flags import OptimizerGroups, flags_of, restore_flags
 from ckptmgr.integrations.lightning.loaders import TrainingLoaders
@@ -41,7 +42,7 @@ class AddedState:
             "found": found_values(trainer),
             "groups": self._groups.to_state(trainer),
             "flags": flags_of(trainer.lightning_module),
-            "metrics": {name: one.clone() for name, one in trainer.callback_metrics.items()},
+            "metrics": copied(dict(trainer.callback_metrics)),
             "results": running_results(trainer),
             "ended": [] if is_between_epochs else self._loaders.ended(),
             "is_inside_epoch": not is_between_epochs,

@@ -22,9 +22,9 @@ class StateAside:
     def __init__(self, module: Any, checkpoint: Mapping[str, Any]) -> None:
         self._parameters = list(module.parameters())
         self._versions = self._present_versions()
-        shared = {one.data_ptr() for one in self._parameters}
+        shared = frozenset(one.data_ptr() for one in self._parameters)
         self._checkpoint = {
-            name: value if name == _OPTIMIZERS else _copied(value, shared)
+            name: value if name == _OPTIMIZERS else copied(value, shared)
             for name, value in checkpoint.items()
         }
 
@@ -42,11 +42,12 @@ class StateAside:
         return self._checkpoint
 
 
-def _copied(value: Any, shared: set[int]) -> Any:
+def copied(value: Any, shared: frozenset[int] = frozenset()) -> Any:
+    """Return a copy of nested containers and tensors, but for tensors at the places of `shared`."""
     if isinstance(value, torch.Tensor):
         return value if value.data_ptr() in shared else value.detach().clone()
     if type(value) in (dict, OrderedDict):
-        return type(value)((key, _copied(one, shared)) for key, one in value.items())
+        return type(value)((key, copied(one, shared)) for key, one in value.items())
     if type(value) in (list, tuple):
-        return type(value)(_copied(one, shared) for one in value)
+        return type(value)(copied(one, shared) for one in value)
     return value

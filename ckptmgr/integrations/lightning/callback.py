@@ -203,6 +203,7 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         places = (
             (trainer.strategy, "process_dataloader", self._process_dataloader),
             (epochs, "setup_data", self._set_data_up),
+            (epochs, "on_advance_start", self._begin_epoch),
             (epochs, "on_advance_end", self._end_epoch),
             (epochs, "on_run_end", self._end_run),
             (batches, "on_advance_end", self._end_batch),
@@ -262,11 +263,6 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
         self._measured.forget(trainer)
         self._ended_step = step
 
-    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the random numbers back, before the module draws."""
-        self._is_between_epochs = False
-        self._put_random_back()
-
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -298,6 +294,15 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
 
     def _set_data_up(self, _: Any, method: Any) -> None:
         self._loaders.ask_anew()
+        method()
+
+    def _begin_epoch(self, trainer: Any, method: Any) -> None:
+        """Put the random numbers back, before a callback or the module draws."""
+        loop = trainer.fit_loop
+        loop.setup_data()
+        if not (loop.restarted_mid_epoch or loop.restarted_on_epoch_end):
+            self._is_between_epochs = False
+            self._put_random_back()
         method()
 
     def _validate_batch(self, _: Any, method: Any, *args: Any) -> None:

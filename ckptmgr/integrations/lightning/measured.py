@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 class Measured:
     """Tells the metrics of a step from earlier ones."""
@@ -30,6 +32,8 @@ class Measured:
         }
 
 
-def _place(value: Any) -> tuple[int, int]:
-    """Return where a tensor is in memory: Lightning hands out a new view each time."""
+def _place(value: Any) -> tuple[object, object]:
+    """Return where a value is in memory: of a tensor Lightning hands out a new view each time."""
+    if not isinstance(value, torch.Tensor):  # a program has put it there
+        return id(value), 0
     return value.untyped_storage().data_ptr(), value.storage_offset()
