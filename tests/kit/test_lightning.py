@@ -72,7 +72,8 @@ def quiet() -> Iterator[None]:
 def fit(
     directory: Path, steps: int = 4, *, model: Any = None, ckpt_path: Any = "latest", **options: Any
 ) -> Any:
-    """Train, by default from the newest checkpoint; return the trainer."""
+    """Train with the same data each time, by default from the newest checkpoint; return the trainer."""
+    lightning.seed_everything(0, verbose=False)
     config = CheckpointConfig(**options.pop("config", {}))
     checkpoints = LightningCheckpoints(directory, config, **options.pop("callback", {}))
     trainer = lightning.Trainer(

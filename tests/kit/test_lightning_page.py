@@ -37,6 +37,7 @@ def quiet() -> Iterator[None]:
 
 def fit(directory: Path, model: Any, *callbacks: Any, **options: Any) -> Any:
     """Train from the newest checkpoint, two batches an epoch; return the trainer."""
+    lightning.seed_everything(0, verbose=False)
     config = CheckpointConfig(save_checkpoint_steps=options.pop("every", 1))
     checkpoints = LightningCheckpoints(directory / "runs", config)
     trainer = lightning.Trainer(
