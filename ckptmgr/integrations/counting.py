@@ -24,14 +24,23 @@ _OF_FRAMEWORK = {"model", "params"}
 
 def counts_of(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
     """Return copies of what callbacks count."""
-    return [
-        {
-            name: _copied(value)
-            for name, value in vars(one).items()
-            if not name.startswith("_") and name not in _settings(one) and _is_plain(value)
-        }
-        for one in callbacks
-    ]
+    return [_counts_in(vars(one), one) for one in callbacks]
+
+
+def _counts_in(attributes: Mapping[str, Any], callback: object) -> dict[str, Any]:
+    settings = _settings(callback)
+    return {
+        name: _copied(value)
+        for name, value in attributes.items()
+        if not name.startswith("_") and name not in settings and _is_plain(value)
+    }
+
+
+def _first_counts(callback: object) -> dict[str, Any]:
+    """Return what a callback counts, also from values of its class: `count = 0`."""
+    kinds = [*reversed(type(callback).__mro__)]
+    attributes = {name: value for kind in kinds for name, value in vars(kind).items()}
+    return _counts_in({**attributes, **vars(callback)}, callback)
 
 
 def put_counts(
@@ -48,7 +57,7 @@ def put_counts(
     if len(callbacks) != len(stored):
         problem = f"counting= has {len(callbacks)} callbacks, and {len(stored)} were saved"
         raise _mismatch([problem], owner)
-    held = counts_of(callbacks)
+    held = list(map(_first_counts, callbacks))
     problems = [
         f"counting= {type(one).__name__}.{name} is {_shown(counts, name)}, stored is a {type(value).__name__}"
         for one, counts, saved in zip(callbacks, held, stored, strict=True)
