@@ -445,7 +445,7 @@ def test_sigterm_saves_the_step_and_cuts_the_validation_short(tmp_path: Path) ->
 
 
 WATCHED = """
-import json, os, signal, sys, keras, numpy as np
+import signal, sys, keras, numpy as np, torch
 from ckptmgr import CheckpointConfig
 from ckptmgr.integrations.keras import KerasCheckpoints
 
@@ -486,13 +486,21 @@ def fit(name, at=None, how="", epochs=4):
     config = CheckpointConfig(save_checkpoint_steps=1000)
     with KerasCheckpoints(name, config, counting=counting) as ours:
         last = [swap, end, losses, plateau, early, ours]
-        model.fit(x, y, batch_size=8, epochs=epochs, validation_data=(x[:16], y[:16]), validation_batch_size=4,
+        given = {"x": Loader()} if has_no_length else {"x": x, "y": y, "batch_size": 8}
+        model.fit(**given, epochs=epochs, validation_data=(x[:16], y[:16]), validation_batch_size=4,
             verbose=0, initial_epoch=ours.initial_epoch,
             callbacks=last if is_last else [swap, plateau, ours, losses, early, end])
     return losses.seen, plateau.wait, early.wait, early.best, [w.tolist() for w in model.get_weights()], [
         np.array(keras.ops.convert_to_numpy(v.value)).tolist() for v in model.optimizer.variables]
 
-is_last = sys.argv[1] == "last"
+class Rows(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return zip(x, y)
+
+def Loader():
+    return torch.utils.data.DataLoader(Rows(), 8)
+
+is_last, has_no_length = sys.argv[1] != "between", sys.argv[1] == "stream"
 expected = fit("uncut")
 assert len(expected[0]) == 16
 for step in map(int, sys.argv[2:]):
@@ -503,10 +511,38 @@ for step in map(int, sys.argv[2:]):
 """
 
 
-@pytest.mark.parametrize("place", ["last", "between"])
+@pytest.mark.parametrize("how", ["last", "between", "stream"])
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_stop_leaves_no_trace(tmp_path: Path, backend: str, place: str) -> None:
-    run_program(WATCHED, tmp_path, place, "6", "8", backend=backend)
+def test_stop_leaves_no_trace(tmp_path: Path, backend: str, how: str) -> None:
+    """The callback is the last one, or between others; or the data have no length."""
+    run_program(WATCHED, tmp_path, how, "6", "8", backend=backend)
+
+
+@pytest.mark.parametrize("act", ["batch", "validation"])
+def test_state_that_is_saved_after_an_error_is_that_of_the_step(tmp_path: Path, act: str) -> None:
+    class Fail(Callback):  # type: ignore[misc]
+        has_failed = False
+
+        def fail(self) -> None:
+            if int(self.model.optimizer.iterations) == 8 and not Fail.has_failed:
+                Fail.has_failed = True
+                raise ZeroDivisionError
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if act == "batch":
+                self.fail()
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            if act == "validation":
+                self.fail()
+
+    config = CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
+    options: Any = {"validation_data": (X, Y), "validation_batch_size": 8, "config": config}
+    expected = fit(tmp_path / "uncut", 3, **options)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "cut", 3, callbacks=[Fail()], **options)
+    assert steps_in(tmp_path / "cut") == [8]
+    assert same(fit(tmp_path / "cut", 3, callbacks=[Fail()], **options), expected)
 
 
 def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:

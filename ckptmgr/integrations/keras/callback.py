@@ -143,6 +143,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._epoch = 0
         self._epoch_random: Mapping[str, object] = {}
         self._pending: _Step | None = None
+        self._ended: _Step | None = None  # of this epoch
         self._batches: TrainFunction | None = None
         self._fitted: Any = None  # `self.model` would fetch its variables from JAX
         self._averages, self._uncounted = Averages([]), Uncounted([])
@@ -239,7 +240,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             StateMismatch: The epoch has another number of batches than in the saved run.
         """
         assert self._batches is not None  # noqa: S101 - since `on_train_begin`
-        self._epoch, self._epoch_start = epoch, self._step
+        self._epoch, self._epoch_start, self._ended = epoch, self._step, None
         saved = self._saved
         if saved is not None:
             if epoch != saved["epoch"]:
@@ -263,8 +264,10 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         self._uncounted.begin_epoch()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Save the step before, if the epoch has gone on after it."""
+        """Save the step before, if the epoch may have gone on after it."""
         self._end_step()
+        if self._is_stopping:
+            self._training.close()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save by the policy, or at the end of the epoch, if this may be the last batch.
@@ -277,6 +280,8 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         if self._batches.is_skipping:
             self._end_skip(self._done(batch))
             return
+        if self._is_stopping:
+            return  # the step before was the last one
         steps, self._pending = self.params["steps"], self._step_of(batch, logs)
         is_stopped = self._fitted.stop_training
         if is_stopped or (steps is not None and self._pending.batch < steps):
@@ -296,13 +301,18 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         if self._batches.is_skipping and not is_stopped:
             assert self._saved is not None  # noqa: S101
             raise _other_batches(f"after batch {self._saved['batch']}", "the epoch is shorter")
+        is_longer = is_stopped or self.params["steps"] is not None
+        last = self._pending or (None if is_longer else self._ended)
         with self._averages.left_out(epoch):
-            if self._pending is not None:
+            if last is not None:
                 self._uncounted.end_epoch()
-                self._pending.epoch, self._pending.batch = epoch + 1, 0
-                self._pending.random = GlobalRandom().state_dict()
-                self._pending.metrics = _numbers(logs)
-                self._end_step()
+                last.epoch, last.batch = epoch + 1, 0
+                last.random, last.metrics = GlobalRandom().state_dict(), _numbers(logs)
+            if self._pending is None and last is not None:
+                # With JAX a step that may be followed by another has ended: data without a length.
+                state = self._state_of(last)
+                self.manager.note_step(last.number, state, epoch=epoch + 1, metrics=last.metrics)
+            self._end_step()
             if is_stopped or self._is_stopping or epoch + 1 >= self.params["epochs"]:
                 self._training.close()  # before `fit` replaces the weights by their average
             self.manager.before_update()
@@ -339,7 +349,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
 
     def _note_step(self, batch: int, logs: Any) -> None:
         """Have a step saved, if the program fails before `on_train_batch_end`."""
-        if self._batches is not None and not self._batches.is_skipping:
+        if self._batches is not None and not (self._batches.is_skipping or self._is_stopping):
             step = self._step_of(batch, logs)
             state = self._state_of(step)
             self.manager.note_step(step.number, state, epoch=step.epoch, metrics=step.metrics)
@@ -348,7 +358,8 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         """End a step for the manager, once."""
         if self._pending is None:
             return
-        step, self._pending = self._pending, None
+        step = self._ended = self._pending
+        self._pending = None
         self._step, state = step.number, self._state_of(step)
         if self.manager.end_step(step.number, state, epoch=step.epoch, metrics=step.metrics):
             self._is_stopping = self._fitted.stop_training = True
