@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 # (without MindSpore pyright takes this file for it)
 """`MindSporeCheckpoints`: `Model.train` and `Model.fit` of MindSpore, resumed bit for bit.
 
