@@ -40,6 +40,7 @@ from ckptmgr.state.paths import Path, StateMismatch, shown
 from ckptmgr.state.random import generator_kind, generator_state, global_generators
 from ckptmgr.state.records import JAX_KEY, is_jax_key, is_nnx, record_of
 from ckptmgr.state.scalars import PLAIN_TYPES, encode_atom
+from ckptmgr.state.wrappers import renamed
 
 if TYPE_CHECKING:
     from ckptmgr.formats.tensor import Tensor
@@ -246,11 +247,9 @@ class Comparison:
         except Exception as error:
             add_note(error, f"while {path} was read back after the restore")
             raise
-        return [
-            _Visit(
-                visit.stored, content, path.state_dict(), _Reading(live, content, path.state_dict())
-            )
-        ]
+        stored = renamed(visit.stored, content) if _is_module(live) else visit.stored
+        at = path.state_dict()
+        return [_Visit(stored, content, at, _Reading(live, content, at))]
 
     def _mapping(self, visit: _Visit) -> Iterator[_Visit]:
         stored, live, path, reading = visit

@@ -52,6 +52,7 @@ from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
 from ckptmgr.state.surroundings import Surroundings
+from ckptmgr.state.wrappers import renamed
 
 _LOG = logging.getLogger(__name__)
 _NUMBERS = frozenset({bool, int, float, complex})
@@ -376,7 +377,9 @@ class Restorer:
         torch = sys.modules.get("torch")
         is_sharded = has_dtensors(target)
         if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:
-            self._compare_module(target, stored, path.state_dict())
+            current = target.state_dict()
+            stored = renamed(stored, current)
+            self._compare_module(current, stored, path.state_dict())
         elif isinstance(stored, Mapping) and not is_sharded:
             for problems_of_kind in (optimizer_problems, schedule_problems):
                 for at, problem in problems_of_kind(target, stored, path.state_dict()):
@@ -415,8 +418,7 @@ class Restorer:
 
         return Parts(parts.visits, Step(parts.step.takes, make))
 
-    def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
-        current = target.state_dict()
+    def _compare_module(self, current: Mapping[str, Any], stored: Any, path: Path) -> None:
         if not isinstance(stored, Mapping):
             self._differ_in_type(path, current, stored)
             return

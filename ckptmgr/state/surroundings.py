@@ -28,6 +28,7 @@ from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.strict_json import parse_bounded
 from ckptmgr.state.optimizers import loads_as_stored
 from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.state.wrappers import inner_names
 
 _VERSION = 1
 _FLAGS = ("requires_grad", "training")
@@ -200,9 +201,7 @@ def _parameters_of(modules: Iterable[Any]) -> list[Any]:
 
 
 def _names_crc(parts: Iterable[tuple[str, Any]]) -> int:
-    # torch.compile wraps a module without another meaning.
-    names = "\n".join(name.replace("_orig_mod.", "") for name, _ in parts)
-    return crc32(names.encode())
+    return crc32("\n".join(inner_names(name for name, _ in parts)).encode())
 
 
 def _changes(flags: Iterable[bool]) -> list[int]:
