@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging  # noqa: E402
 
-from ckptmgr import CheckpointConfig, CheckpointManager  # noqa: E402
+from ckptmgr import CheckpointConfig, CheckpointManager, Resume  # noqa: E402
 from ckptmgr.integrations.lightning import LightningCheckpoints  # noqa: E402
 from tests.kit.lightning_features import Net, OwnOptimizers, Validated  # noqa: E402
 
@@ -38,7 +38,8 @@ def fit(
     config = CheckpointConfig(
         save_checkpoint_steps=every, keep="last(99)", exception_save=options.pop("saves", False)
     )
-    checkpoints = LightningCheckpoints(directory / "runs", config)
+    how = options.pop("resume", None)
+    checkpoints = LightningCheckpoints(directory / "runs", config, resume=how)
     trainer = lightning.Trainer(
         max_epochs=epochs,
         callbacks=[*callbacks, checkpoints],
@@ -115,6 +116,39 @@ def test_flags_that_the_program_sets_otherwise_are_named(
     fit(tmp_path, thawed)
     assert "backbone.0.weight.requires_grad = False" in caplog.text
     assert not thawed.backbone[0].weight.requires_grad
+
+
+def test_flags_that_may_differ_stay_those_of_the_program(tmp_path: Path) -> None:
+    class Whole(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 1e-2)
+
+    frozen, thawed = Whole(), Whole()
+    frozen.backbone.requires_grad_(False)
+    fit(tmp_path, frozen, epochs=1)
+    fit(tmp_path, thawed, resume=Resume(may_differ=["requires_grad"]))
+    assert thawed.backbone[0].weight.requires_grad
+
+
+def test_moments_come_back_in_their_stored_type(tmp_path: Path) -> None:
+    class Moments(torch.optim.SGD):  # type: ignore[misc, unused-ignore]
+        def step(self, closure: Any = None) -> Any:
+            found = super().step(closure)
+            for one in self.param_groups[0]["params"]:
+                held = self.state[one].setdefault("moment", torch.zeros(1, dtype=torch.float64))
+                held += 1 / 3
+            return found
+
+    class Own(Net):
+        def configure_optimizers(self) -> Any:
+            self.made = Moments(self.parameters(), 1e-3)
+            return self.made
+
+    first, second = Own(), Own()
+    fit(tmp_path, first, epochs=1)
+    fit(tmp_path, second)
+    (held, *_) = (one["moment"] for one in second.made.state.values())
+    assert held.dtype is torch.float64
 
 
 def test_callback_that_loads_another_checkpoint_is_refused(tmp_path: Path) -> None:

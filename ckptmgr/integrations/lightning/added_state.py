@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ckptmgr.integrations.lightning.aside import copied
@@ -72,11 +73,11 @@ class AddedState:
         else:
             self._groups.begin(trainer)
 
-    def training_started(self, trainer: Any) -> None:
-        """Give back what Lightning has set up otherwise by now."""
+    def training_started(self, trainer: Any, may_differ: Collection[str] = ()) -> None:
+        """Give back what Lightning has set up otherwise by now, but flags that may differ."""
         if "flags" not in self._stored:
             return
-        restore_flags(trainer, self._stored["flags"])
+        restore_flags(trainer, self._stored["flags"], may_differ)
         trainer.callback_metrics.update(self._stored["metrics"])
         restore_results(trainer, self._stored["results"])
         if self.is_inside_epoch:  # or else the first `self.log` would reset the results

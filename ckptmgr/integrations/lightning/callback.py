@@ -49,6 +49,7 @@ from ckptmgr.integrations.lightning.manager_io import SCHEME, ManagerIO
 from ckptmgr.integrations.lightning.measured import Measured
 from ckptmgr.integrations.lightning.optimizers import (
     check_optimizers,
+    keep_types,
     note_classes,
     stored_optimizers,
 )
@@ -226,9 +227,8 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             ValueError: There are checkpoints, and none of them is resumed.
             StateMismatch: The checkpoint is of optimizers of another class, or of other parameters.
         """
-        optimizers, self._optimizers = self._optimizers, {}
         self._added.fit_started(trainer)
-        check_optimizers(trainer, optimizers)
+        check_optimizers(trainer, self._optimizers)
         if trainer.fast_dev_run or self._is_resumed:
             return
         step = self._added.count.of(trainer)
@@ -259,7 +259,9 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
             {name: torch.tensor(value) for name, value in self._metrics.items()}
         )
         self._metrics = {}
-        self._added.training_started(trainer)
+        optimizers, self._optimizers = self._optimizers, {}
+        keep_types(trainer, optimizers)
+        self._added.training_started(trainer, self.manager.how.may_differ)
         self._measured.forget(trainer)
         self._ended_step = step
 

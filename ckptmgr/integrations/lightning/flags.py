@@ -8,7 +8,7 @@ that a resumed run may be past; they add their groups again, other callbacks do 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
@@ -26,10 +26,16 @@ def flags_of(module: Any) -> dict[str, list[str]]:
     }
 
 
-def restore_flags(trainer: Any, stored: Mapping[str, Any]) -> None:
-    """Set the flags of the saved step; warn of those that differ, if no callback sets them."""
+def restore_flags(
+    trainer: Any, stored: Mapping[str, Any], may_differ: Collection[str] = ()
+) -> None:
+    """Set the flags of the saved step; warn of those that differ, if no callback sets them.
+
+    `requires_grad` and `training` may differ: then they stay those of the program.
+    """
     module = trainer.lightning_module
     before = flags_of(module)
+    stored = {name: before[name] if name in may_differ else one for name, one in stored.items()}
     for name, one in module.named_parameters():
         one.requires_grad_(name not in stored["requires_grad"])
     for name, one in module.named_modules():
@@ -49,8 +55,8 @@ def _warn(before: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     if changed:
         shown = ", ".join(changed[:_SHOWN])
         _LOG.warning(
-            "the flags of the saved step differ from those of this program, and are restored: %s%s; to set them otherwise, do"
-            " so in on_train_start of the module",
+            "the flags of the saved step differ from those of this program, and are restored: %s%s; to keep those of the"
+            " program: resume=Resume(may_differ=['requires_grad', 'training'])",
             shown,
             f" and {len(changed) - _SHOWN} more" if len(changed) > _SHOWN else "",
         )

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptmgr.state.optimizers import all_problems, check_same, class_of, schedule_problems
+from ckptmgr.state.optimizers import (
+    all_problems,
+    check_same,
+    class_of,
+    keep_stored_types,
+    schedule_problems,
+)
 from ckptmgr.state.paths import Path
 
 _CLASSES = "ckptmgr_optimizers"
@@ -46,6 +52,12 @@ def check_optimizers(trainer: Any, stored: Mapping[str, Any]) -> None:
             " module.load_state_dict(checkpoints.manager.load('latest', only='state_dict')['state_dict']),"
             " LightningCheckpoints(..., resume=Resume(start='new')), and fit without ckpt_path",
         )
+
+
+def keep_types(trainer: Any, stored: Mapping[str, Any]) -> None:
+    """Give the moments that Lightning has loaded the types of `stored_optimizers`."""
+    for one, state in zip(trainer.optimizers, stored.get(_STATES, ()), strict=False):
+        keep_stored_types(one, state)
 
 
 def _optimizer_problems(
