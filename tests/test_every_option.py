@@ -126,6 +126,7 @@ RESUME = {
     "start": Probe(see.resumed, "new", {"saved": {}}),
     "at": Probe(see.resumed, 7, {"saved": {}}),
     "allow_bare": Probe(see.resumed, True, {"saved": {}, "is_bare": True}),
+    "skip_batches": Probe(see.resumed, 1, {"saved": {}, "batches": [1, 2]}),
     "read_back": Probe(see.resumed, False, {"saved": {}, "loads": see.changed}),
     "may_differ": Probe(see.resumed, ["held"], {"saved": {}, "loads": see.changed}),
     "strict": Probe(see.resumed, True, {"saved": {}, "loads": see.counted_on}),

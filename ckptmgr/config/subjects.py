@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
 from typing import Any, Literal
 
-from ckptmgr.core.arguments import check_is_bool, checked_interval, no_effect
+from ckptmgr.core.arguments import check_is_bool, checked_count, checked_interval, no_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,9 @@ class Resume:
         allow_bare: Where no checkpoint loads, take the newest data file of the series without a
             manifest. Its name alone says which step it is, so it is never preferred to a checkpoint
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
+        skip_batches: Number of batches that the first loader of `manager.batches` is asked for and
+            that are not given, to get past bad data; steps are not counted for them. A run that is
+            started again without it goes on behind them once it has saved.
         read_back: Compare the restored state with the stored one, bit for bit. It takes up to half
             of the time of a load from the page cache.
         may_differ: Names of what may be other than stored, as paths or parts of one: `ema`,
@@ -92,6 +95,7 @@ class Resume:
     start: Literal["newest", "new"] = "newest"
     at: int | str | None = None
     allow_bare: bool = False
+    skip_batches: int = 0
     read_back: bool = True
     may_differ: Sequence[str] = ()
     strict: bool = False
@@ -109,6 +113,7 @@ class Resume:
             raise TypeError(f"at must be a step, a name or a selector, but got {at!r}")
         for name in ("allow_bare", "read_back", "strict"):
             check_is_bool(name, getattr(self, name))
+        checked_count("number of batches to skip", self.skip_batches)
         given: Any = self.may_differ
         if isinstance(given, str) or not all(isinstance(one, str) for one in given):
             raise TypeError(f"may_differ must be a sequence of names, but got {given!r}")

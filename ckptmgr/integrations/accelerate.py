@@ -78,7 +78,9 @@ class AcceleratorCheckpoints:
                 f" with distributed_type={kind}: use CheckpointManager(ranks=Ranks(job_coordinator())) with the unwrapped"
                 " model, or for FSDP2 ckptmgr.integrations.dcp"
             )
-        self.manager = FrameworkManager("AcceleratorCheckpoints", directory, config, **options)
+        self.manager = FrameworkManager(
+            "AcceleratorCheckpoints", directory, config, gives_batches=True, **options
+        )
         self._accelerator = accelerator
         self._parts: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
         self._samplers: list[Any] = []

@@ -58,6 +58,7 @@ class FrameworkManager(CheckpointManager):
         *,
         resume: Resume | None = None,
         instead: str = "leave it out",
+        gives_batches: bool = False,
         **options: Any,
     ) -> None:
         ranks = options.get("ranks")
@@ -66,6 +67,9 @@ class FrameworkManager(CheckpointManager):
             raise no_effect("coordinator=", where, instead)
         old = {"start": options.pop("start")} if "start" in options else {}
         self.how = resume_options(owner, resume, old)
+        if self.how.skip_batches and not gives_batches:
+            where = f"in {owner}, whose framework asks for the batches"
+            raise no_effect("skip_batches", where, "leave the rows out of the data")
         self._owner = owner
         super().__init__(directory, config, **options)
 

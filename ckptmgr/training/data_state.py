@@ -27,6 +27,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptmgr.core.errors import UnsupportedState
@@ -118,6 +119,8 @@ class DataState(Companion):
         self._has_warned = False
         self.pass_ended: Callable[[int], None] = lambda _: None
         self._may_differ: Collection[str] = ()
+        self._left_to_skip = 0
+        self._skipped: str | None = None  # the loader whose batches are skipped
         self.is_inside_pass = False  # at the restore
         self._empty: str | None = None  # the loader whose continued pass had no batch left
 
@@ -194,8 +197,9 @@ class DataState(Companion):
                 f"the state of a data loader cannot be stored: {error.message}", hint=error.hint
             ) from error
 
-    def forget(self) -> None:
+    def forget(self, *, skip: int = 0) -> None:
         """Begin again, without places."""
+        self._left_to_skip, self._skipped = skip, None
         self._passes.clear()
         self._pending = {}
         self._noted = self._empty = None
@@ -208,18 +212,23 @@ class DataState(Companion):
             place.is_open = place.is_iterated = False
 
     def plan_restore(
-        self, text: str | None, *, is_own: bool = True, may_differ: Collection[str] = ()
+        self,
+        text: str | None,
+        *,
+        is_own: bool = True,
+        may_differ: Collection[str] = (),
+        skip: int = 0,
     ) -> Callable[[], None]:
         """Return a function that takes the places of a checkpoint, and sets the random numbers.
 
         Those of a rank among others, which divided the data otherwise, say only in which epoch the
-        run is: its pass begins again.
+        run is: its pass begins again. The first `skip` batches are not given.
 
         Raises:
             TreeError: The text is damaged.
         """
         if text is None:
-            return self.forget
+            return partial(self.forget, skip=skip)
         stored = unpack(text)
         if not isinstance(stored, dict) or stored.get("version") != _VERSION:
             raise TreeError(
@@ -228,7 +237,7 @@ class DataState(Companion):
             )
 
         def restore() -> None:
-            self.forget()
+            self.forget(skip=skip)
             self._may_differ = may_differ
             self.is_inside_pass = any(one["is_open"] for one in stored["loaders"].values())
             if not is_own:
@@ -280,6 +289,10 @@ class DataState(Companion):
                 place.count += 1
                 place.thread = threading.get_ident()
                 place.fingerprint = fingerprint_of(batch)
+                if self._left_to_skip and self._skipped in (None, name):
+                    self._skipped = name
+                    self._left_to_skip -= 1
+                    continue
                 yield batch
             self._say_ended(name, place)
             is_empty = place.count == first

@@ -425,7 +425,9 @@ def _resume_state(
                 hint="start as many processes; or go on in a loop of your own, with CheckpointManager and its batches, which "
                 "begins the pass anew",
             )
-        restore_data = data.plan_restore(loaded.data, is_own=is_own, may_differ=how.may_differ)
+        restore_data = data.plan_restore(
+            loaded.data, is_own=is_own, may_differ=how.may_differ, skip=how.skip_batches
+        )
         seen = Surroundings.from_text(loaded.seen)
         comparison = read_back_of(how)
         restore = loaded.plan_restore(state, comparison)

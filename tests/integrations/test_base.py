@@ -71,3 +71,11 @@ def test_coordinator_under_an_adapter_is_refused_by_its_name(tmp_path: Path) -> 
         FrameworkManager("Adapter", tmp_path, start="new") as manager,
     ):
         assert manager.how == Resume(start="new")
+
+
+def test_batches_that_the_framework_asks_for_cannot_be_skipped(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="skip_batches has no effect in Adapter"):
+        FrameworkManager("Adapter", tmp_path, resume=Resume(skip_batches=1))
+    how = Resume(skip_batches=1)
+    with FrameworkManager("Adapter", tmp_path, resume=how, gives_batches=True) as manager:
+        assert manager.how.skip_batches == 1

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -387,9 +387,13 @@ def resumed(
     saved: Options,
     is_bare: bool = False,
     loads: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    batches: Sequence[int] = (),
     **options: Any,
 ) -> object:
-    """A resumption in a directory with one checkpoint; `loads` is how its object loads."""
+    """A resumption in a directory with one checkpoint; `loads` is how its object loads.
+
+    With `batches` what comes of them.
+    """
     with CheckpointManager(directory, CheckpointConfig(**saved), prefix="net") as manager:
         manager.save(1, state() if loads is None else {"object": Held()})
     target = None if loads is None else {"object": Held(loads)}
@@ -398,7 +402,8 @@ def resumed(
     fields = [field.name for field in dataclasses.fields(Resume)]
     how = {name: options.pop(name) for name in fields if name in options}
     with made(CheckpointManager, directory=directory, prefix="net", **options) as manager:
-        return tried(lambda: manager.resume(target, Resume(**how)).step)
+        step = tried(lambda: manager.resume(target, Resume(**how)).step)
+        return [step, *manager.batches(batches)] if batches else step
 
 
 def gone_back(directory: Path, /, *, steps: int, **options: Any) -> object:

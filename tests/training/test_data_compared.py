@@ -118,3 +118,38 @@ def test_fingerprint_of_a_view_with_gaps_covers_its_first_and_last_row() -> None
     one = fingerprint_of(whole.T)
     whole[0, 0] = 7
     assert fingerprint_of(whole.T) != one
+
+
+def test_batches_that_are_skipped_are_not_given_and_not_counted_as_steps(tmp_path: Path) -> None:
+    def train(last: int, **how: Any) -> list[int]:
+        seen = []
+        with saving(tmp_path) as manager:
+            step = manager.resume({"x": 1}, Resume(**how)).step
+            while step < last:
+                for batch in manager.batches(range(5)):
+                    seen.append(batch)
+                    step += 1
+                    manager.step_end(step, {"x": 1})
+                    if step == last:
+                        break
+        return seen
+
+    assert train(2) == [0, 1]
+    assert train(4, skip_batches=2) == [4, 0]
+    assert train(6) == [1, 2]
+
+
+def test_batches_of_another_loader_are_not_skipped(tmp_path: Path) -> None:
+    with saving(tmp_path) as manager:
+        manager.step_end(1, {"x": 1})
+    with saving(tmp_path) as manager:
+        manager.resume({"x": 1}, Resume(skip_batches=3))
+        assert list(manager.batches(range(2))) == []
+        assert list(manager.batches(range(2), name="validation")) == [0, 1]
+        assert list(manager.batches(range(2))) == [1]
+
+
+@pytest.mark.parametrize("number", [-1, True, 1.5])
+def test_number_of_batches_to_skip_is_a_count(number: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="skip"):
+        Resume(skip_batches=number)
