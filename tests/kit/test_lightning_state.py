@@ -131,7 +131,7 @@ def test_flags_that_may_differ_stay_those_of_the_program(tmp_path: Path) -> None
 
 
 def test_moments_come_back_in_their_stored_type(tmp_path: Path) -> None:
-    class Moments(torch.optim.SGD):  # type: ignore[misc, unused-ignore]
+    class Moments(torch.optim.SGD):  # type: ignore[misc, name-defined]
         def step(self, closure: Any = None) -> Any:
             found = super().step(closure)
             for one in self.param_groups[0]["params"]:
