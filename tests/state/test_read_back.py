@@ -219,6 +219,15 @@ def test_optimizer_of_the_program_that_stores_its_moments_converted_keeps_its_ow
     assert fresh.state[weight]["moment"].dtype is torch.bfloat16
 
 
+def test_what_pads_the_fields_of_an_array_is_no_difference(tmp_path: Path) -> None:
+    padded = np.dtype([("a", "u1"), ("b", "f8")], align=True)
+    fresh = np.zeros(3, padded)
+    fresh.view(np.uint8)[:] = 7
+    saved(tmp_path, {"x": np.zeros(3, padded), "big": np.zeros(LARGE)})
+    resumed(tmp_path, {"x": fresh, "big": np.zeros(LARGE)})
+    assert fresh["b"].tolist() == [0.0] * 3
+
+
 def test_load_and_rollback_compare_as_resume_does(tmp_path: Path) -> None:
     state = {"a": Holder(np.ones(3))}
     with CheckpointManager(tmp_path) as manager:
