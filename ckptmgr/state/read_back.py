@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of a restored state with the stored one, after the restore.
+"""StateComparison of a restored state with the stored one, after the restore.
 
 Frameworks and objects may alter what they load: torch casts the moments of an optimizer to the type
 of its parameters, a hook writes other weights. Arrays, tensors, generators and the containers that
@@ -134,7 +134,7 @@ class _Visit(NamedTuple):
     reading: _Reading | None = None  # the innermost object that is no container of ours
 
 
-class Comparison:
+class StateComparison:
     """Compares the parts of a restored state with the stored ones, generators last.
 
     Args:
@@ -184,7 +184,7 @@ class Comparison:
     def _lasting(self) -> list[tuple[_Visit, str]]:
         """Return the differences of plain values that a second reading of their object has, too."""
         readings = {id(one.reading): one.reading for one, _ in self._soft if one.reading}
-        again = Comparison({}, self._tags)
+        again = StateComparison({}, self._tags)
         for reading in readings.values():
             again.run(frozen(reading.content), reading.of.state_dict(), reading.path, reading)
         moving = {str(one.path) for one, _ in again._soft}

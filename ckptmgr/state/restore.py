@@ -47,7 +47,7 @@ from ckptmgr.state.random import (
     global_generators,
     set_generator,
 )
-from ckptmgr.state.read_back import READ_BACK, Comparison, ReadBack, Tags, frozen
+from ckptmgr.state.read_back import READ_BACK, ReadBack, StateComparison, Tags, frozen
 from ckptmgr.state.records import JAX_KEY, Record, is_jax_key, is_nnx, record_of
 from ckptmgr.state.restore_steps import Parts, Plan, Step, Value, Visit, restored_by
 from ckptmgr.state.scalars import PLAIN_TYPES, is_atom, is_history
@@ -115,7 +115,7 @@ class Restorer:
             )
 
     def carry_out(
-        self, how: ReadBack | None = None, comparison: Comparison | None = None
+        self, how: ReadBack | None = None, comparison: StateComparison | None = None
     ) -> object:
         """Fill the state that was compared, and return it; `comparison` knows what is `filled`.
 
@@ -128,7 +128,7 @@ class Restorer:
         stored = frozen(self._stored) if how.is_on else None
         fill_all([one for one in self.fills if id(one.stored) not in self.filled])
         restored = restored_by(self._steps)
-        comparison = comparison or Comparison({}, Tags())
+        comparison = comparison or StateComparison({}, Tags())
         if how.is_on:
             comparison.run(stored, restored, Path())
         for set_state in self._generators:

@@ -255,7 +255,7 @@ class Restoration:
         Raises:
             StateMismatch: The restored state is another than the stored one.
         """
-        from ckptmgr.state.read_back import READ_BACK, Comparison, Tags
+        from ckptmgr.state.read_back import READ_BACK, StateComparison, Tags
 
         how, tags, known = how or READ_BACK, Tags(), {}
         for name, memory in self.direct.items():
@@ -265,4 +265,4 @@ class Restoration:
                 known[id(one.stored)] = tags.of(memory)
             if one.via_load_state_dict:
                 one.stored.data = one.target.detach()
-        return self._restorer.carry_out(how, Comparison(known, tags))
+        return self._restorer.carry_out(how, StateComparison(known, tags))
