@@ -112,6 +112,7 @@ MANAGER = {
     "keep_redundancy": Probe(see.by_two, 2, {**MANAGED, **DEDUPLICATED}),
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
     "grace": Probe(see.preempted, 3600.0),
+    "after": Probe(see.preempted, 1e-9),
     "mirror": Probe(
         lambda d, **options: see.tried(lambda: see.managed(d, **options)),
         At(lambda d: f"file://{d}/bucket"),

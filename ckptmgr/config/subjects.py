@@ -14,30 +14,55 @@ from numbers import Real
 from typing import Any, Literal
 
 from ckptmgr.core.arguments import check_is_bool, checked_count, checked_interval, no_effect
+from ckptmgr.policy.text import has_doubtful_unit, parse_duration
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How a run stops that a signal asks to: `CheckpointManager(..., stop=Stop(grace=90))`.
+    """How a run stops that a signal or the clock asks to: `CheckpointManager(..., stop=Stop(grace=90))`.
 
     Attributes:
         grace: Seconds between the signal that announces the end of the process and its end, for
             `should_stop`; None to stop at once.
+        after: Time from the start of the manager to a stop without a signal, for `should_stop`:
+            seconds, or a text such as `11h30min`; None for no limit. `grace` counts from there, too.
 
     Raises:
-        TypeError: `grace` is no number.
-        ValueError: It is no positive number of seconds.
+        TypeError: `grace` is no number, or `after` neither a number nor a text.
+        ValueError: One of them is no positive time.
     """
 
     grace: float | None = None
+    _: KW_ONLY
+    after: float | str | None = None
+
+    @property
+    def after_s(self) -> float | None:
+        """`after` in seconds."""
+        if not isinstance(self.after, str):
+            return self.after
+        duration = parse_duration(self.after)
+        return None if duration is None else duration.total_seconds()
 
     def __post_init__(self) -> None:
-        given: Any = self.grace
-        if isinstance(given, bool) or not isinstance(given, Real | None):
-            raise TypeError(f"grace must be a number of seconds, but got {given!r}")
-        grace = self.grace
-        if grace is not None and not (grace > 0 and math.isfinite(grace)):
-            raise ValueError(f"grace must be a positive number of seconds, but got {grace!r}")
+        _check_time("grace", self.grace)
+        if not isinstance(self.after, str):
+            _check_time("after", self.after, or_text=" or a text such as '11h30min'")
+        elif not self.after_s:
+            hint = (
+                "; m may mean minutes or months: write min" if has_doubtful_unit(self.after) else ""
+            )
+            raise ValueError(
+                f"after must be a time such as '90s', '30min' or '11h30min', but got {self.after!r}{hint}"
+            )
+
+
+def _check_time(name: str, seconds: float | None, *, or_text: str = "") -> None:
+    given: Any = seconds
+    if isinstance(given, bool) or not isinstance(given, Real | None):
+        raise TypeError(f"{name} must be a number of seconds{or_text}, but got {given!r}")
+    if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+        raise ValueError(f"{name} must be a positive number of seconds, but got {seconds!r}")
 
 
 @dataclass(frozen=True, slots=True)

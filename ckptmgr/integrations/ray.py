@@ -35,7 +35,8 @@ import ray.exceptions
 import ray.train
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.arguments import checked_interval
+from ckptmgr.config.subjects import Stop
+from ckptmgr.core.arguments import checked_interval, no_effect
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.integrations.job import job_coordinator
 from ckptmgr.maintenance.fleet import FleetVerification, Lines, combined, parts_of, verify_part
@@ -73,7 +74,7 @@ class RayCheckpointManager(CheckpointManager):
 
     Raises:
         RuntimeError: This is no worker of Ray Train.
-        ValueError: The directory is relative; or there are several workers, and nothing by which
+        ValueError: The directory is relative; `stop` has `after`; or there are several workers, and nothing by which
             they could save together.
         TypeError, CkptmgrError: As `CheckpointManager`.
     """
@@ -91,6 +92,13 @@ class RayCheckpointManager(CheckpointManager):
             raise ValueError(
                 f"the directory {os.fspath(directory)!r} is relative, and a worker of Ray runs in a directory of Ray's"
                 " session, which the next one does not have: pass an absolute path"
+            )
+        stop = options.get("stop")
+        if isinstance(stop, Stop) and stop.after is not None and not _is_local():
+            raise no_effect(
+                "after of Stop",
+                "in a worker of Ray Train, which counts a loop that is left as finished",
+                "leave it out",
             )
         workers = context.get_world_size()
         ranks = options.get("ranks") or Ranks()

@@ -94,7 +94,7 @@ class CheckpointManager:
         save_policy: Replaces the steps and seconds of the configuration.
         trust: Keys that must have signed a checkpoint, and what else the run accepts.
         ranks: The processes that save together; None for one.
-        stop: How the run stops when a signal asks it to, for `should_stop`.
+        stop: How the run stops when a signal or the clock asks it to, for `should_stop`.
         snapshots: Copies of the state in memory, for `rollback`; without it, two that `snapshot`
             makes.
         mirror: An object store that gets a copy of each checkpoint, uploaded in the background: an
@@ -209,6 +209,7 @@ class CheckpointManager:
 
             self._preemption = Preemption(
                 grace_s=self._stop.grace,
+                after_s=self._stop.after_s,
                 coordinator=self._run.team.coordinator,
                 timeout_s=self._run.team.timeout_s,
                 has_stepped=self._past.unsaved is not None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Preemption`: a signal asks the run to stop, and the run decides after which step.
+"""`Preemption`: a signal or the clock asks the run to stop, and the run decides after which step.
 
 It stops after the step that runs, or, where the user says how long after the signal the process is
 killed (`grace`), as late as a save allows: while there is time for two more saves and two steps, the
@@ -10,6 +10,7 @@ the loop, and on all ranks.
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import threading
 import time
@@ -39,12 +40,14 @@ class Preemption(Companion):
         self,
         *,
         grace_s: float | None,
+        after_s: float | None = None,
         coordinator: Coordinator | None,
         timeout_s: float,
         has_stepped: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._grace_s = grace_s
+        self._grace_s, self._after_s = grace_s, after_s
+        self._ends_at = math.inf if after_s is None else monotonic() + after_s
         self._coordinator = coordinator
         self._timeout_s = timeout_s
         self._monotonic = monotonic
@@ -103,12 +106,24 @@ class Preemption(Companion):
             self._steps_s.append(now - self._step_ended_at)
         self._step_ended_at = now
         if self._watch is None or self.is_decided:
+            self._warn_of_the_clock()
             return
         is_wanted = self._is_wanted()
         if self._joint is not None:
             is_wanted = self._joint.decide(step, is_wanted)
         if is_wanted:
             self._decide(step)
+
+    def _warn_of_the_clock(self) -> None:
+        """Warn once that the time has come where the program does not ask."""
+        if self._watch is not None or self._has_warned or not self._steps_s:
+            return  # after its first step it may ask
+        if self._requested_at is not None:
+            self._has_warned = True
+            _LOG.warning(
+                "%s asks the run to stop, and the program has not asked should_stop: it goes on",
+                self._cause,
+            )
 
     def saved(self, handle: SaveHandle, facts: SaveFacts) -> None:
         """Take a save, whose time the next ones will take, too."""
@@ -130,15 +145,23 @@ class Preemption(Companion):
             in_background_s = stats.stage_s + stats.write_s + stats.sync_s + stats.commit_s
             self._save_s = max(stats.blocked_s, in_background_s)
 
+    @property
+    def _requested_at(self) -> float | None:
+        """When the run was first asked to stop, by a signal or by the clock."""
+        at = None if self._watch is None else self._watch.requested_at
+        at = math.inf if at is None else at
+        return min(at, self._ends_at) if min(at, self._ends_at) <= self._monotonic() else None
+
     def _is_wanted(self) -> bool:
-        if self._watch is None or self._watch.requested_at is None:
+        requested_at = self._requested_at
+        if requested_at is None:
             return False
         if self._grace_s is None:
             return True
         self._learn()
         if self._save_s is None or not self._steps_s:
             return True
-        left_s = self._watch.requested_at + self._grace_s - self._monotonic()
+        left_s = requested_at + self._grace_s - self._monotonic()
         # A save may be in flight, and the next one may be slower.
         needed_s = 2 * (self._save_s + max(self._steps_s))
         if self._joint is not None:
@@ -147,10 +170,8 @@ class Preemption(Companion):
 
     def _decide(self, step: int | None) -> None:
         self.is_decided = True
-        number = None if self._watch is None else self._watch.number
-        cause = "another rank" if number is None else signal.Signals(number).name
         _LOG.warning(
-            "%s asks the run to stop%s", cause, "" if step is None else f" after step {step}"
+            "%s asks the run to stop%s", self._cause, "" if step is None else f" after step {step}"
         )
         if self._grace_s is not None and self._save_s is not None and self._save_s > self._grace_s:
             _LOG.warning(
@@ -158,3 +179,12 @@ class Preemption(Companion):
                 self._save_s,
                 self._grace_s,
             )
+
+    @property
+    def _cause(self) -> str:
+        number = None if self._watch is None else self._watch.number
+        if number is not None:
+            return signal.Signals(number).name
+        if self._requested_at is not None:
+            return f"the clock (Stop(after=), {self._after_s:g} s)"
+        return "another rank"

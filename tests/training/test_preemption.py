@@ -134,6 +134,60 @@ def test_grace_that_is_no_number_is_refused(grace: Any, tmp_path: Path) -> None:
         CheckpointManager(tmp_path, stop=Stop(grace=grace))
 
 
+@pytest.mark.parametrize(
+    ("after", "seconds"), [("11h30min", 41400.0), ("90s", 90.0), (2.5, 2.5), (None, None)]
+)
+def test_after_is_a_text_or_seconds(after: Any, seconds: float | None) -> None:
+    assert Stop(after=after).after_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("after", "error"),
+    [
+        ("0s", "after must be a time such as '90s', '30min' or '11h30min', but got '0s'$"),
+        ("soon", "after must be a time such as .*, but got 'soon'$"),
+        ("11h30m", "m may mean minutes or months: write min$"),
+        (0, "after must be a positive number of seconds, but got 0"),
+        (float("inf"), "after must be a positive number of seconds, but got inf"),
+    ],
+)
+def test_after_that_is_no_time_is_refused(after: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Stop(after=after)
+
+
+@pytest.mark.parametrize("after", [True, [1.0]])
+def test_after_of_another_type_is_refused(after: Any) -> None:
+    with pytest.raises(TypeError, match="after must be a number of seconds or a text such as"):
+        Stop(after=after)
+
+
+def test_run_stops_by_the_clock_and_its_last_step_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    step = 0
+    with CheckpointManager(tmp_path, SELDOM, stop=Stop(after=1e-9)) as manager:
+        while step < 8:
+            step += 1
+            manager.step_end(step, {"n": step})
+            if manager.should_stop:  # from the first answer on
+                break
+    (newest,) = CheckpointManager(tmp_path).checkpoints()
+    assert (step, newest.step, newest.why) == (2, 2, "preempted")
+    (warning,) = caplog.messages
+    assert warning == "the clock (Stop(after=), 1e-09 s) asks the run to stop after step 2"
+
+
+def test_program_that_never_asks_is_warned_of_the_clock_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, SELDOM, stop=Stop(after=1e-9)) as manager:
+        for step in (1, 2):
+            manager.step_end(step, {"n": step})
+    (warning,) = caplog.messages
+    assert "and the program has not asked should_stop: it goes on" in warning
+
+
 class Clock:
     now = 0.0
 
@@ -171,6 +225,25 @@ def test_run_goes_on_for_as_long_as_two_saves_and_two_steps_have_time(
         run.closing()
     assert count == steps
     assert "SIGTERM asks the run to stop after step" in caplog.text
+
+
+@pytest.mark.parametrize(("grace", "steps"), [(None, 49), (100.0, 145)])
+def test_clock_counts_from_the_start_and_the_grace_from_its_end(
+    grace: float | None, steps: int
+) -> None:
+    clock = Clock()
+    run = Preemption(grace_s=grace, after_s=50.0, coordinator=None, timeout_s=1.0, monotonic=clock)
+    try:
+        clock.now = 1.0
+        count = 0
+        while not run.ask():
+            clock.now += 1.0
+            count += 1
+            run.saved(saved(1.0), api.SaveFacts(step=count))
+            run.step_ended(count)
+    finally:
+        run.closing()
+    assert count == steps
 
 
 def test_save_that_takes_longer_than_the_grace_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,6 +320,28 @@ def test_ranks_that_are_threads_stop_together_within_the_grace(tmp_path: Path) -
                 step += 1
                 if rank == 1 and step == 3:
                     os.kill(os.getpid(), signal.SIGTERM)
+                manager.step_end(step, {"n": step})
+        return step
+
+    try:
+        steps = [one.result for one in run_ranks(meeting, run)]
+    finally:
+        watch.close()
+    assert steps[0] == steps[1] is not None
+    newest = CheckpointManager(tmp_path).checkpoints()[-1]
+    assert (newest.step, newest.why) == (steps[0], "preempted")
+
+
+def test_ranks_stop_together_when_the_clock_of_one_asks(tmp_path: Path) -> None:
+    meeting, watch = Meeting(2), StopWatch()  # only the main thread can have a handler
+
+    def run(rank: int) -> int:
+        stop = Stop(after=1e-9 if rank else 3600, grace=None if rank else 0.5)
+        manager = CheckpointManager(tmp_path, SELDOM, stop=stop, ranks=Ranks(Seat(meeting, rank)))
+        step = 0
+        with manager:
+            while not manager.should_stop:
+                step += 1
                 manager.step_end(step, {"n": step})
         return step
 
