@@ -113,6 +113,9 @@ MANAGER = {
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
     "grace": Probe(see.preempted, 3600.0),
     "after": Probe(see.preempted, 1e-9),
+    "save_now": Probe(
+        see.asked_to_save, "SIGURG", {"config": CheckpointConfig(save_checkpoint_steps=9)}
+    ),
     "mirror": Probe(
         lambda d, **options: see.tried(lambda: see.managed(d, **options)),
         At(lambda d: f"file://{d}/bucket"),

@@ -8,6 +8,7 @@ Those of proof are `core.trust.Trust`, of ranks `parallel.team.Ranks`, of a mirr
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from numbers import Real
@@ -16,25 +17,37 @@ from typing import Any, Literal
 from ckptmgr.core.arguments import check_is_bool, checked_count, checked_interval, no_effect
 from ckptmgr.policy.text import has_doubtful_unit, parse_duration
 
+_ENDING = frozenset(
+    f"SIG{name}"
+    for name in (
+        *("TERM", "USR1", "INT", "QUIT", "HUP", "KILL", "STOP", "TSTP", "TTIN", "TTOU", "XCPU"),
+        *("ABRT", "IOT", "BUS", "FPE", "ILL", "SEGV", "SYS", "TRAP", "PIPE", "CHLD", "CLD"),
+    )
+)
+"""Names of signals that stop a process, or that are of its errors and children."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """How a run stops that a signal or the clock asks to: `CheckpointManager(..., stop=Stop(grace=90))`.
+    """How signals and the clock stop a run, or have it save: `CheckpointManager(..., stop=Stop(grace=90))`.
 
     Attributes:
         grace: Seconds between the signal that announces the end of the process and its end, for
             `should_stop`; None to stop at once.
         after: Time from the start of the manager to a stop without a signal, for `should_stop`:
             seconds, or a text such as `11h30min`; None for no limit. `grace` counts from there, too.
+        save_now: Name of a signal, such as `SIGUSR2`, after which the next step is saved and the
+            run goes on; None for none.
 
     Raises:
-        TypeError: `grace` is no number, or `after` neither a number nor a text.
-        ValueError: One of them is no positive time.
+        TypeError: `grace` is no number, `after` neither a number nor a text, `save_now` no text.
+        ValueError: A time is not positive; `save_now` names no signal, or one that stops.
     """
 
     grace: float | None = None
     _: KW_ONLY
     after: float | str | None = None
+    save_now: str | None = None
 
     @property
     def after_s(self) -> float | None:
@@ -55,6 +68,21 @@ class Stop:
             raise ValueError(
                 f"after must be a time such as '90s', '30min' or '11h30min', but got {self.after!r}{hint}"
             )
+        _check_signal(self.save_now)
+
+
+def _check_signal(name: str | None) -> None:
+    given: Any = name
+    if not isinstance(given, str | None):
+        raise TypeError(f"save_now must be the name of a signal, but got {given!r}")
+    if name is not None and name not in signal.Signals.__members__:
+        raise ValueError(
+            f"save_now must be the name of a signal such as 'SIGUSR2', but got {name!r}"
+        )
+    if name in _ENDING:
+        raise ValueError(
+            f"save_now={name!r}: {name} stops a process; take one that does not, such as 'SIGUSR2'"
+        )
 
 
 def _check_time(name: str, seconds: float | None, *, or_text: str = "") -> None:

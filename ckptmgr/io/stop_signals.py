@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to stop by signals: SIGTERM, and SIGUSR1 of Slurm, are noted and end nothing.
+"""Requests by signals: SIGTERM, and SIGUSR1 of Slurm, ask to stop; they are noted and end nothing.
 
-One handler for the process serves all watches, and only while there are some. It calls the Python
+One handler for the process serves all watches of the same signals, and only while there are some. It calls the Python
 handler that was there before. In a forked process without a watch, such as a worker of a data
-loader, SIGTERM ends the process as ever, and SIGUSR1, which Slurm sends to all processes of a job,
+loader, SIGTERM ends the process as ever, and another, which Slurm sends to all processes of a job,
 does nothing.
 """
 
@@ -22,7 +22,7 @@ NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopWatch:
-    """Notes when the process is asked to stop; `close` ends that.
+    """Notes when the process gets one of some signals, by default to stop; `close` ends that.
 
     Only the main thread can install the handlers; begun elsewhere, a watch waits for `install`.
 
@@ -31,34 +31,44 @@ class StopWatch:
         number: The signal of the first request, or None.
     """
 
-    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        monotonic: Callable[[], float] = time.monotonic,
+        numbers: tuple[signal.Signals, ...] = NUMBERS,
+    ) -> None:
         self.requested_at: float | None = None
         self.number: int | None = None
         self._monotonic = monotonic
-        _handlers.add(self)
+        self._handlers = _handlers_of.setdefault(numbers, _Handlers(numbers))
+        self._handlers.add(self)
 
     def install(self) -> bool:
         """Return whether the handlers are installed, which the main thread does now if needed."""
-        return _handlers.install()
+        return self._handlers.install()
 
     def note(self, number: int) -> None:
         """Record a request."""
         if self.requested_at is None:
             self.requested_at, self.number = self._monotonic(), number
 
+    def forget(self) -> None:
+        """Forget the request, which is answered."""
+        self.requested_at = self.number = None
+
     def close(self) -> None:
         """End the watch; the last one puts the earlier handlers back."""
-        _handlers.remove(self)
+        self._handlers.remove(self)
 
 
 class _Handlers:
     """The handler of the process, and those that it replaced."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: tuple[signal.Signals, ...]) -> None:
         self._watches: list[StopWatch] = []
-        self._replaced: dict[int, list[Any]] = {number: [] for number in NUMBERS}
+        self._numbers = numbers
+        self._replaced: dict[int, list[Any]] = {number: [] for number in numbers}
         # Of calls by handlers that `handle` called.
-        self._depth: dict[int, int] = dict.fromkeys(NUMBERS, 0)
+        self._depth: dict[int, int] = dict.fromkeys(numbers, 0)
         self._pid = os.getpid()
 
     def add(self, watch: StopWatch) -> None:
@@ -70,7 +80,7 @@ class _Handlers:
     def install(self) -> bool:
         if threading.current_thread() is not threading.main_thread():
             return all(self._replaced.values())
-        for number in NUMBERS:
+        for number in self._numbers:
             present = signal.getsignal(number)
             # It is None for one of a C library, which cannot be called from here.
             if present is not None and present != self.handle:  # pragma: no branch
@@ -84,7 +94,7 @@ class _Handlers:
         is_main = threading.current_thread() is threading.main_thread()
         if self._watches or not is_main:
             return
-        for number in NUMBERS:
+        for number in self._numbers:
             if signal.getsignal(number) == self.handle:
                 signal.signal(number, self._replaced[number].pop())
 
@@ -107,7 +117,7 @@ class _Handlers:
                 self._depth[number] = outer
             return
         is_noted = is_own and bool(self._watches)
-        is_for_parent = not is_own and number == signal.SIGUSR1
+        is_for_parent = not is_own and number != signal.SIGTERM
         if before == signal.SIG_DFL and not (
             is_noted or is_for_parent
         ):  # pragma: no cover - its end
@@ -115,4 +125,4 @@ class _Handlers:
             signal.raise_signal(number)
 
 
-_handlers = _Handlers()
+_handlers_of: dict[tuple[signal.Signals, ...], _Handlers] = {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stop of many ranks, at one step: a signal may reach one of them, or all at different steps.
+"""The stop of many ranks at one step, or a save: a signal may reach one of them, or all at different steps.
 
 An exchange at every step would be dear. So in each exchange rank 0 also sends the step of the next
 one, about `interval_s` seconds later at the pace of the steps so far.
@@ -24,17 +24,18 @@ class _Answer(NamedTuple):
     step: int
     is_wanted: bool
     next_step: int
+    saves: bool
 
     @classmethod
     def from_json(cls, value: Json) -> _Answer:
         match value:
-            case [int(step), bool(is_wanted), int(next_step)]:
-                return cls(step, is_wanted, next_step)
+            case [int(step), bool(is_wanted), int(next_step), bool(saves)]:
+                return cls(step, is_wanted, next_step, saves)
         raise RanksOutOfStep(f"a rank answers {value!r} about the stop")
 
 
 class JointStop:
-    """Decides for all ranks whether they stop after a step."""
+    """Decides for all ranks whether they stop after a step, or save it (`saves`) and go on."""
 
     def __init__(
         self,
@@ -50,23 +51,26 @@ class JointStop:
         self._next = 0
         self._seen = 0
         self._before: tuple[int, float] | None = None
+        self.saves = False
 
-    def decide(self, step: int, is_wanted: bool) -> bool:
-        """Return whether any rank wants to stop; False between two exchanges.
+    def decide(self, step: int, is_wanted: bool, *, saves: bool = False) -> bool:
+        """Return whether any rank wants to stop; False between two exchanges, as is `saves`.
 
         Raises:
             RanksOutOfStep: The ranks ended different steps.
             RanksMissing: Some ranks did not come in time.
         """
         has_gone_back, self._seen = step <= self._seen, step
+        self.saves = False
         if step < self._next and not has_gone_back:
             return False
-        answer: Json = [step, is_wanted, self._next_exchange(step)]
+        answer: Json = [step, is_wanted, self._next_exchange(step), saves]
         rounds = self._barriers.begin("when", what="not decided whether to stop")
         answers = rounds.together("decision", lambda: answer, stop=self._barriers.stop())
         given = [_Answer.from_json(one) for one in answers]
         check_same_step([one.step for one in given])
         self._next = given[0].next_step
+        self.saves = any(one.saves for one in given)
         return any(one.is_wanted for one in given)
 
     def _next_exchange(self, step: int) -> int:

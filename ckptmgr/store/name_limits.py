@@ -50,6 +50,7 @@ def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) 
     """Yield the longest name of each kind. Temporary names are shortened where necessary."""
     yield f".{series}{LEASE_SUFFIX}"
     yield f".{series}.starts"
+    yield f".{series}.save_now"
     format = extension if world is None else SET_FORMAT
     if has_epochs:
         series += _RESTART  # the series of a run that finds files of its prefix

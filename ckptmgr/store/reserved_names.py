@@ -13,7 +13,7 @@ from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.manifest.codec import SUFFIX
 from ckptmgr.store.trash_folder import TRASH_NAME
 
-_NOTE_SUFFIXES = (LEASE_SUFFIX, ".starts", ".mirror")
+_NOTE_SUFFIXES = (LEASE_SUFFIX, ".starts", ".mirror", ".save_now")
 
 
 def is_reserved_name(name: str) -> bool:

@@ -206,12 +206,17 @@ class CheckpointManager:
         """Return what decides when the run stops, made the first time."""
         if self._preemption is None:
             from ckptmgr.training.preemption import Preemption
+            from ckptmgr.training.save_requests import SaveRequests
 
+            ranks, store = self._run.team.coordinator, self._writer.store
+            looks = (ranks is None or ranks.rank == 0) and capabilities_at(self.directory).in_place
+            note = store.directory / f".{self.prefix}.save_now" if looks else None
             self._preemption = Preemption(
                 grace_s=self._stop.grace,
                 after_s=self._stop.after_s,
-                coordinator=self._run.team.coordinator,
+                coordinator=ranks,
                 timeout_s=self._run.team.timeout_s,
+                requests=SaveRequests(store.fs, note, self._stop.save_now),
                 has_stepped=self._past.unsaved is not None,
             )
             self._run.companions.append(self._preemption)
@@ -391,7 +396,7 @@ class CheckpointManager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle | None:
-        """Save if the policy says so; call it after every step.
+        """Save if the policy says so, or somebody asks for it (`Stop`); call it after every step.
 
         Args:
             step: Global step, counted from 0 or from 1. With `save_checkpoint_steps` its multiples
@@ -412,6 +417,7 @@ class CheckpointManager:
                 and with a state that is no function, the first call finds it.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
+        stop = self._watch_for_signals()
         self.note_step(step, state, epoch=epoch, metrics=metrics)
         for one in self._run.companions:
             one.step_ended(step)
@@ -426,11 +432,12 @@ class CheckpointManager:
             )
         if self._snapshots.every is not None and step % self._snapshots.every == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
-        if not is_due:
+        if not (is_due or stop.is_save_asked):
             return None
         if step == 0:
             self._past.progress.demand()
-        return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+        why = "policy" if is_due else "manual"
+        return self.save(step, state, epoch=epoch, metrics=metrics, why=why)
 
     def note_step(
         self,

@@ -4,7 +4,7 @@
 It stops after the step that runs, or, where the user says how long after the signal the process is
 killed (`grace`), as late as a save allows: while there is time for two more saves and two steps, the
 training goes on. The answer changes only when a step ends, so that it is the same in all places of
-the loop, and on all ranks.
+the loop, and on all ranks. So is that to a request to save a step and to go on.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ckptmgr.core.handle import SaveHandle
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.io.stop_signals import StopWatch
 from ckptmgr.training.companions import Companion
+from ckptmgr.training.save_requests import SaveRequests
 
 if TYPE_CHECKING:  # one process needs none of it
     from ckptmgr.parallel.coordinator import Coordinator
@@ -34,7 +35,10 @@ _GRACE_SHARE = 0.05  # of the grace, where that is less
 
 
 class Preemption(Companion):
-    """Whether a run should stop; it watches for signals once it was asked."""
+    """Whether a run should stop; it watches for signals once it was asked.
+
+    `is_save_asked` says whether the step that has ended is to be saved, whatever the policy.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class Preemption(Companion):
         after_s: float | None = None,
         coordinator: Coordinator | None,
         timeout_s: float,
+        requests: SaveRequests | None = None,
         has_stepped: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,21 +63,23 @@ class Preemption(Companion):
         self._step_ended_at = monotonic() if has_stepped else None
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._is_installed = self._has_warned = False
-        self.is_decided = False
+        self._requests = requests
+        self.is_decided = self.is_save_asked = False
 
     def ask(self) -> bool:
         """Return whether to stop; the first call begins to watch for signals."""
-        if self._watch is None:
-            self._begin()
-        if self._watch is not None and not self._is_installed:
-            self._install(self._watch)
+        watch = self._watch = self._watch or StopWatch(self._monotonic)
+        if not self._is_installed:
+            self._install(watch)
         if self._step_ended_at is None and self._coordinator is None and self._is_wanted():
             self._decide(None)  # a loop that never calls step_end
         return self.is_decided
 
-    def _begin(self) -> None:
-        self._watch = StopWatch(self._monotonic)
-        if self._coordinator is not None:
+    def _of_all(self, step: int, is_wanted: bool, saves: bool) -> tuple[bool, bool]:
+        """Return whether any rank wants to stop, and whether any is asked to save."""
+        if self._coordinator is None:
+            return is_wanted, saves
+        if self._joint is None:
             from ckptmgr.parallel.joint_stop import JointStop
 
             self._joint = JointStop(
@@ -81,6 +88,8 @@ class Preemption(Companion):
                 interval_s=self._interval_s,
                 monotonic=self._monotonic,
             )
+        is_wanted = self._joint.decide(step, is_wanted, saves=saves)
+        return is_wanted, self._joint.saves
 
     def _install(self, watch: StopWatch) -> None:
         """Install the handlers of the signals, or warn once that this thread cannot."""
@@ -105,12 +114,12 @@ class Preemption(Companion):
         if self._step_ended_at is not None:
             self._steps_s.append(now - self._step_ended_at)
         self._step_ended_at = now
-        if self._watch is None or self.is_decided:
-            self._warn_of_the_clock()
+        self._warn_of_the_clock()
+        if self.is_decided:
             return
-        is_wanted = self._is_wanted()
-        if self._joint is not None:
-            is_wanted = self._joint.decide(step, is_wanted)
+        saves = self._requests is not None and self._requests.are_there()
+        is_wanted, saves = self._of_all(step, self._watch is not None and self._is_wanted(), saves)
+        self.is_save_asked |= saves
         if is_wanted:
             self._decide(step)
 
@@ -129,14 +138,18 @@ class Preemption(Companion):
         """Take a save, whose time the next ones will take, too."""
         del facts
         self._learn()
-        self._handle = handle
+        self._handle, self.is_save_asked = handle, False
+        if self._requests is not None:
+            self._requests.saved(handle)
 
     def closing(self) -> None:
         """Put the earlier handlers of the signals back; asked again, it watches again."""
         if self._watch is not None:
             self._watch.close()
-            self._watch = self._joint = None
-            self._is_installed = False
+            self._watch, self._is_installed = None, False
+        if self._requests is not None:
+            self._requests.close()
+        self._joint = None
 
     def _learn(self) -> None:
         handle = self._handle

@@ -13,6 +13,7 @@ from tests.support.saved import KEY, save_run
 NAMES = [
     ".net.lease",
     ".net.starts",
+    ".net.save_now",
     ".ckptmgr-trash",
     "net-1_1.ckpt.manifest.json",
     "net-1_1.shards",

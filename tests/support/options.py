@@ -300,6 +300,16 @@ def preempted(directory: Path, /, **options: Any) -> object:
     return step
 
 
+def asked_to_save(directory: Path, /, **options: Any) -> object:
+    """Return the steps of a run that are saved, of which the second gets a signal."""
+    with made(CheckpointManager, directory=directory, **options) as manager:
+        for step in range(1, 4):
+            if step == 2:
+                signal.raise_signal(signal.SIGURG)  # without effect by default
+            manager.step_end(step, {"n": step})
+        return [one.step for one in manager.checkpoints()]
+
+
 HIDDEN = np.random.default_rng(0)
 
 
