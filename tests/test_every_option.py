@@ -113,6 +113,7 @@ MANAGER = {
     "balance": Probe(see.by_two, "round_robin", {**MANAGED, **DEDUPLICATED}),
     "grace": Probe(see.preempted, 3600.0),
     "after": Probe(see.preempted, 1e-9),
+    "signals": Probe(see.held, False),
     "save_now": Probe(
         see.asked_to_save, "SIGURG", {"config": CheckpointConfig(save_checkpoint_steps=9)}
     ),

@@ -38,16 +38,21 @@ class Stop:
             seconds, or a text such as `11h30min`; None for no limit. `grace` counts from there, too.
         save_now: Name of a signal, such as `SIGUSR2`, after which the next step is saved and the
             run goes on; None for none.
+        signals: Whether SIGTERM also has a program in the `with` block of its manager saved that
+            does not ask `should_stop`: the next `step_end` saves, and the call after it ends the
+            program by `SystemExit(143)`. Where none comes within `grace`, or 25 seconds without
+            one, the signal ends the process as ever.
 
     Raises:
         TypeError: `grace` is no number, `after` neither a number nor a text, `save_now` no text.
-        ValueError: A time is not positive; `save_now` names no signal, or one that stops.
+        ValueError: `signals` is no bool. A time is not positive; `save_now` names no signal, or one that stops.
     """
 
     grace: float | None = None
     _: KW_ONLY
     after: float | str | None = None
     save_now: str | None = None
+    signals: bool = True
 
     @property
     def after_s(self) -> float | None:
@@ -69,6 +74,7 @@ class Stop:
                 f"after must be a time such as '90s', '30min' or '11h30min', but got {self.after!r}{hint}"
             )
         _check_signal(self.save_now)
+        check_is_bool("signals", self.signals)
 
 
 def _check_signal(name: str | None) -> None:

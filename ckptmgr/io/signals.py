@@ -42,7 +42,7 @@ class _Deferral:
     def __init__(self) -> None:
         self.depth = 0
         self.is_delivering = True
-        self._handlers: dict[int, _Handler] = {}
+        self.handlers: dict[int, _Handler] = {}
         self._replaced: list[signal.Signals] = []
         self._waiting: list[int] = []
 
@@ -53,7 +53,7 @@ class _Deferral:
             for number in _NUMBERS:
                 handler = signal.getsignal(number)
                 if callable(handler) and handler != self.handle:
-                    self._handlers[number] = handler
+                    self.handlers[number] = handler
                     self._replaced.append(number)  # first: a signal may interrupt the next call
                     signal.signal(number, self.handle)
         except ValueError:
@@ -68,7 +68,7 @@ class _Deferral:
             while self._replaced:  # a handler that raises leaves the rest to the next block
                 number = self._replaced[0]
                 if signal.getsignal(number) == self.handle:
-                    signal.signal(number, self._handlers[number])
+                    signal.signal(number, self.handlers[number])
                 self._replaced.pop(0)
         finally:  # `handle` calls a handler that could not be restored
             self.is_delivering = True
@@ -80,7 +80,7 @@ class _Deferral:
             self._waiting.append(number)
             return
         self.is_delivering = self.depth == 0
-        self._handlers[number](number, frame)
+        self.handlers[number](number, frame)
         self.is_delivering = True
         self.deliver()
 
@@ -94,6 +94,12 @@ class _Deferral:
 
 
 _deferral = _Deferral()
+
+
+def handler_behind(number: int) -> object:
+    """Return the handler of a signal, also while it is deferred; from any thread."""
+    present = signal.getsignal(number)
+    return _deferral.handlers.get(number) if present == _deferral.handle else present
 
 
 class defer_signals:

@@ -118,6 +118,7 @@ class DataState(Companion):
         self._asked: dict[str, int] = {}  # how many had ended when a loader was first asked for
         self._has_warned = False
         self.pass_ended: Callable[[int], None] = lambda _: None
+        self.batch_asked: Callable[[], None] = lambda: None
         self._may_differ: Collection[str] = ()
         self._left_to_skip = 0
         self._skipped: str | None = None  # the loader whose batches are skipped
@@ -323,6 +324,7 @@ class DataState(Companion):
         There is no second `iter`, as of `yield from`: it restarts some loaders.
         """
         while True:
+            self.batch_asked()
             before = self._random.state_dict() if place.parts.is_ahead else None
             try:
                 batch = next(iterator)

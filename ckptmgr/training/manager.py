@@ -178,6 +178,7 @@ class CheckpointManager:
         self._preemption: Preemption | None = None
         self._aside: PutAside | None = None
         self._tries: Tries | None = None
+        self._is_entered = False
         if self._snapshots != Snapshots():
             self._keep_states()
         if self._stop != Stop():
@@ -228,6 +229,7 @@ class CheckpointManager:
             from ckptmgr.training.data_state import DataState
 
             self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
+            self._saver.data.batch_asked = self._watch_for_signals().check
             self._run.companions.append(self._saver.data)
             if not self._run.team.is_many:  # ranks would decide one by one
                 from ckptmgr.state.tree import flatten as flatten_state
@@ -418,9 +420,12 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         stop = self._watch_for_signals()
+        stop.check()
         self.note_step(step, state, epoch=epoch, metrics=metrics)
         for one in self._run.companions:
             one.step_ended(step)
+        if self._stop.signals and self._is_entered:
+            stop.hold_sigterm()
         self._engine.check()
         is_due = self._due.at_step(step, self._writer, epoch=epoch, metrics=lambda: metrics)
         if self._due.is_active and not is_function(state):
@@ -436,7 +441,7 @@ class CheckpointManager:
             return None
         if step == 0:
             self._past.progress.demand()
-        why = "policy" if is_due else "manual"
+        why = "policy" if is_due else "preempted" if stop.is_ending else "manual"
         return self.save(step, state, epoch=epoch, metrics=metrics, why=why)
 
     def note_step(
@@ -735,6 +740,7 @@ class CheckpointManager:
         return found
 
     def __enter__(self) -> Self:
+        self._is_entered = True
         return self
 
     def __exit__(
@@ -752,10 +758,14 @@ class CheckpointManager:
                     self._save_last_step()
                 finally:
                     self.close()
+            if self._preemption is not None:
+                self._preemption.check()
             return
         if isinstance(error, NameError) and self._saver.data is not None:
             self._saver.data.explain(error)
         last, self._past.unsaved = self._past.unsaved, None
+        if self._preemption is not None and self._preemption.has_ended:
+            last = None  # it is saved
         if self._tries is not None:
             self._tries.failed(error)
         try:

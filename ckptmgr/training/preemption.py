@@ -5,6 +5,8 @@ It stops after the step that runs, or, where the user says how long after the si
 killed (`grace`), as late as a save allows: while there is time for two more saves and two steps, the
 training goes on. The answer changes only when a step ends, so that it is the same in all places of
 the loop, and on all ranks. So is that to a request to save a step and to go on.
+
+In a program that does not ask, SIGTERM has the next step saved, and the next call ends the program.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.files.save.job import SaveFacts
+from ckptmgr.io.sigterm import SigtermHold
 from ckptmgr.io.stop_signals import StopWatch
 from ckptmgr.training.companions import Companion
 from ckptmgr.training.save_requests import SaveRequests
@@ -31,13 +34,16 @@ if TYPE_CHECKING:  # one process needs none of it
 _LOG = logging.getLogger(__name__)
 _RECENT_STEPS = 8
 _INTERVAL_S = 1.0  # between two exchanges of ranks
+_UNASKED_GRACE_S = 25.0  # torchrun waits for 30 s
 _GRACE_SHARE = 0.05  # of the grace, where that is less
 
 
 class Preemption(Companion):
     """Whether a run should stop; it watches for signals once it was asked.
 
-    `is_save_asked` says whether the step that has ended is to be saved, whatever the policy.
+    `is_save_asked` says whether the step that has ended is to be saved, whatever the policy;
+    `is_ending` whether that is because SIGTERM came and the program does not ask; `has_ended`
+    whether `check` has ended it.
     """
 
     def __init__(
@@ -64,16 +70,44 @@ class Preemption(Companion):
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._is_installed = self._has_warned = False
         self._requests = requests
-        self.is_decided = self.is_save_asked = False
+        self._hold: SigtermHold | None = None
+        self._has_tried_to_hold = False
+        self.is_decided = self.is_save_asked = self.is_ending = self.has_ended = False
 
     def ask(self) -> bool:
         """Return whether to stop; the first call begins to watch for signals."""
-        watch = self._watch = self._watch or StopWatch(self._monotonic)
+        watch = self._watch or self._begun()
         if not self._is_installed:
             self._install(watch)
         if self._step_ended_at is None and self._coordinator is None and self._is_wanted():
             self._decide(None)  # a loop that never calls step_end
         return self.is_decided
+
+    def _begun(self) -> StopWatch:
+        """Begin to watch; what came before counts."""
+        hold, self._hold = self._hold, None
+        if hold is not None:
+            hold.close()
+        watch = self._watch = StopWatch(self._monotonic)
+        if hold is not None and hold.is_noted:
+            watch.note(signal.SIGTERM)
+        self.is_decided, self.is_ending = self.is_decided or self.is_ending, False
+        return watch
+
+    def hold_sigterm(self) -> None:
+        """Hold SIGTERM back from a program that has not asked, once a step has ended."""
+        if self._watch is None and not self._has_tried_to_hold:
+            self._has_tried_to_hold = True
+            if SigtermHold.is_possible():
+                self._hold = SigtermHold(self._grace_s or _UNASKED_GRACE_S)
+
+    def check(self) -> None:
+        """End a program that SIGTERM asked to end, if its step is saved and it does not ask."""
+        if self.is_ending and not self.is_save_asked and _is_main():
+            if self._hold is not None:
+                self._hold.pause()
+            self.has_ended = True
+            raise SystemExit(128 + signal.SIGTERM)
 
     def _of_all(self, step: int, is_wanted: bool, saves: bool) -> tuple[bool, bool]:
         """Return whether any rank wants to stop, and whether any is asked to save."""
@@ -118,10 +152,24 @@ class Preemption(Companion):
         if self.is_decided:
             return
         saves = self._requests is not None and self._requests.are_there()
-        is_wanted, saves = self._of_all(step, self._watch is not None and self._is_wanted(), saves)
+        is_noted = self._hold is not None and self._hold.is_noted
+        is_wanted = is_noted if self._watch is None else self._is_wanted()
+        is_wanted, saves = self._of_all(step, is_wanted, saves)
         self.is_save_asked |= saves
-        if is_wanted:
+        if is_wanted and self._watch is not None:
             self._decide(step)
+        elif is_wanted and not self.is_ending:
+            self._begin_to_end(step)
+
+    def _begin_to_end(self, step: int) -> None:
+        self.is_ending = self.is_save_asked = True
+        if self._hold is not None:
+            self._hold.pause()
+        _LOG.warning(
+            "SIGTERM asks the program to end, and it does not ask should_stop: step %d is saved, and the next"
+            " step_end or batch ends it",
+            step,
+        )
 
     def _warn_of_the_clock(self) -> None:
         """Warn once that the time has come where the program does not ask."""
@@ -141,6 +189,8 @@ class Preemption(Companion):
         self._handle, self.is_save_asked = handle, False
         if self._requests is not None:
             self._requests.saved(handle)
+        if self.is_ending and self._hold is not None:
+            self._hold.resume()
 
     def closing(self) -> None:
         """Put the earlier handlers of the signals back; asked again, it watches again."""
@@ -149,7 +199,11 @@ class Preemption(Companion):
             self._watch, self._is_installed = None, False
         if self._requests is not None:
             self._requests.close()
-        self._joint = None
+        if self._hold is not None:
+            self._hold.close()
+            self.is_ending |= self._hold.is_noted
+            self._hold = None
+        self._joint, self.is_save_asked = None, False
 
     def _learn(self) -> None:
         handle = self._handle
@@ -201,3 +255,7 @@ class Preemption(Companion):
         if self._requested_at is not None:
             return f"the clock (Stop(after=), {self._after_s:g} s)"
         return "another rank"
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

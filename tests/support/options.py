@@ -300,6 +300,13 @@ def preempted(directory: Path, /, **options: Any) -> object:
     return step
 
 
+def held(directory: Path, /, **options: Any) -> object:
+    """Return whether SIGTERM has its default action after a step."""
+    with made(CheckpointManager, directory=directory, **options) as manager:
+        manager.step_end(1, {"n": 1})
+        return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def asked_to_save(directory: Path, /, **options: Any) -> object:
     """Return the steps of a run that are saved, of which the second gets a signal."""
     with made(CheckpointManager, directory=directory, **options) as manager:

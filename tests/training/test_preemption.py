@@ -78,9 +78,11 @@ def test_run_that_nobody_asks_to_stop_ends_as_ever(tmp_path: Path) -> None:
     assert (latest.step, latest.why) == (8, "end")
 
 
-def test_manager_that_is_never_asked_leaves_signals_alone(tmp_path: Path) -> None:
+def test_manager_that_is_never_asked_leaves_signals_alone_where_they_are_switched_off(
+    tmp_path: Path,
+) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with CheckpointManager(tmp_path) as manager:
+    with CheckpointManager(tmp_path, stop=Stop(signals=False)) as manager:
         manager.step_end(1, {"n": 1})
         assert signal.getsignal(signal.SIGTERM) is before
 
