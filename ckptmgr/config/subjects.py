@@ -15,7 +15,6 @@ from numbers import Real
 from typing import Any, Literal
 
 from ckptmgr.core.arguments import check_is_bool, checked_count, checked_interval, no_effect
-from ckptmgr.policy.text import has_doubtful_unit, parse_duration
 
 _ENDING = frozenset(
     f"SIG{name}"
@@ -59,6 +58,8 @@ class Stop:
         """`after` in seconds."""
         if not isinstance(self.after, str):
             return self.after
+        from ckptmgr.policy.text import parse_duration
+
         duration = parse_duration(self.after)
         return None if duration is None else duration.total_seconds()
 
@@ -67,11 +68,8 @@ class Stop:
         if not isinstance(self.after, str):
             _check_time("after", self.after, or_text=" or a text such as '11h30min'")
         elif not self.after_s:
-            hint = (
-                "; m may mean minutes or months: write min" if has_doubtful_unit(self.after) else ""
-            )
             raise ValueError(
-                f"after must be a time such as '90s', '30min' or '11h30min', but got {self.after!r}{hint}"
+                f"after must be a time such as '90s', '30min' (m may be months) or '11h30min', but got {self.after!r}"
             )
         _check_signal(self.save_now)
         check_is_bool("signals", self.signals)

@@ -73,8 +73,8 @@ if TYPE_CHECKING:  # a plain save needs none of these
 # Libraries that every run needs are imported now, the modules of a run when there is one: until then
 # the program may have changed into a directory whose files bear their names.
 _LIBRARIES = (
-    "blake3", "concurrent.futures", "fcntl", "hashlib", "heapq", "hmac", "isal.isal_zlib", "json",
-    "mmap", "numpy", "pwd", "queue", "secrets", "signal", "uuid",
+    "blake3", "concurrent.futures", "ctypes", "fcntl", "hashlib", "heapq", "hmac", "isal.isal_zlib", "json",
+    "mmap", "numpy", "pwd", "queue", "secrets", "select", "signal", "uuid",
 )  # fmt: skip
 for _library in _LIBRARIES:
     import_module(_library)

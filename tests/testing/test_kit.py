@@ -157,7 +157,7 @@ ONCE = "assert not __import__('os').path.exists(directory)"
 FAULTS = {
     "random": ("killed inside", [("manager.batches(range(4))", "range(4)")], "another state"),
     "no save": ("killed inside", [("manager.step_end", "(lambda *a, **k: 0)")], "became durable"),
-    "no stop": ("preempted inside", [(LOOP, ""), (LEAVE, "")], "ended with -15"),
+    "no stop": ("preempted inside", [(LOOP, ""), (LEAVE, "")], "ended with 143"),
     "goes on": (
         "preempted inside",
         [(LOOP, ""), (LEAVE, " or manager.should_stop and False")],
