@@ -46,7 +46,7 @@ class JointStop:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._barriers = Barriers(coordinator, _ABOUT, timeout_s=timeout_s, monotonic=monotonic)
-        self._interval_s = interval_s
+        self.interval_s = interval_s
         self._monotonic = monotonic
         self._next = 0
         self._seen = 0
@@ -80,4 +80,4 @@ class JointStop:
             return step + 1
         passed = step - before[0]
         step_s = max((now - before[1]) / passed, 1e-9)
-        return step + max(1, min(2 * passed, int(self._interval_s / step_s)))
+        return step + max(1, min(2 * passed, int(self.interval_s / step_s)))

@@ -35,6 +35,8 @@ _LOG = logging.getLogger(__name__)
 _RECENT_STEPS = 8
 _INTERVAL_S = 1.0  # between two exchanges of ranks
 _UNASKED_GRACE_S = 25.0  # torchrun waits for 30 s
+_UNASKED_INTERVAL_S = 5.0  # an exchange may take 50 ms
+_UNASKED_SHARE = 0.2
 _GRACE_SHARE = 0.05  # of the grace, where that is less
 
 
@@ -122,6 +124,7 @@ class Preemption(Companion):
                 interval_s=self._interval_s,
                 monotonic=self._monotonic,
             )
+        self._joint.interval_s = self._interval_s  # the program may have asked since
         is_wanted = self._joint.decide(step, is_wanted, saves=saves)
         return is_wanted, self._joint.saves
 
@@ -138,6 +141,9 @@ class Preemption(Companion):
 
     @property
     def _interval_s(self) -> float:
+        if self._watch is None:
+            grace_s = self._grace_s or _UNASKED_GRACE_S
+            return min(_UNASKED_INTERVAL_S, _UNASKED_SHARE * grace_s)
         if self._grace_s is None:
             return _INTERVAL_S
         return min(_INTERVAL_S, _GRACE_SHARE * self._grace_s)
