@@ -218,6 +218,7 @@ class CheckpointManager:
                 coordinator=ranks,
                 timeout_s=self._run.team.timeout_s,
                 requests=SaveRequests(store.fs, note, self._stop.save_now),
+                meets=self._stop != Stop(),
                 has_stepped=self._past.unsaved is not None,
             )
             self._run.companions.append(self._preemption)

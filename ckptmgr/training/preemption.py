@@ -45,7 +45,8 @@ class Preemption(Companion):
 
     `is_save_asked` says whether the step that has ended is to be saved, whatever the policy;
     `is_ending` whether that is because SIGTERM came and the program does not ask; `has_ended`
-    whether `check` has ended it.
+    whether `check` has ended it. Ranks of a program that has not asked meet only if `meets`: it
+    would be a new way to wait for each other in a run that asks for none of this.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Preemption(Companion):
         coordinator: Coordinator | None,
         timeout_s: float,
         requests: SaveRequests | None = None,
+        meets: bool = True,
         has_stepped: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,7 +73,7 @@ class Preemption(Companion):
         self._step_ended_at = monotonic() if has_stepped else None
         self._steps_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._is_installed = self._has_warned = False
-        self._requests = requests
+        self._requests, self._meets = requests, meets or coordinator is None
         self._hold: SigtermHold | None = None
         self._has_tried_to_hold = False
         self.is_decided = self.is_save_asked = self.is_ending = self.has_ended = False
@@ -98,7 +100,7 @@ class Preemption(Companion):
 
     def hold_sigterm(self) -> None:
         """Hold SIGTERM back from a program that has not asked, once a step has ended."""
-        if self._watch is None and not self._has_tried_to_hold:
+        if self._watch is None and self._meets and not self._has_tried_to_hold:
             self._has_tried_to_hold = True
             if SigtermHold.is_possible():
                 self._hold = SigtermHold(self._grace_s or _UNASKED_GRACE_S)
@@ -115,6 +117,8 @@ class Preemption(Companion):
         """Return whether any rank wants to stop, and whether any is asked to save."""
         if self._coordinator is None:
             return is_wanted, saves
+        if self._watch is None and not self._meets:
+            return False, False
         if self._joint is None:
             from ckptmgr.parallel.joint_stop import JointStop
 

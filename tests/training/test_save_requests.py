@@ -138,12 +138,25 @@ def test_signal_has_the_next_step_saved_and_the_run_go_on(tmp_path: Path) -> Non
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
+def test_ranks_of_a_program_that_asks_for_nothing_do_not_meet(tmp_path: Path) -> None:
+    meeting = Meeting(2)
+
+    def train(rank: int) -> None:
+        ranks = Ranks(Seat(meeting, rank))
+        with CheckpointManager(tmp_path, save_policy=Never(), ranks=ranks) as manager:
+            for step in range(1, 4):
+                manager.step_end(step + rank, {"n": step})  # which would be said if they met
+
+    assert [one.raised for one in run_ranks(meeting, train)] == [None, None]
+
+
 def test_ranks_save_one_step_when_one_gets_the_note(tmp_path: Path) -> None:
     (tmp_path / NOTE).touch()
     meeting = Meeting(2)
 
     def train(rank: int) -> list[int]:
-        return run(CheckpointManager(tmp_path, SELDOM, ranks=Ranks(Seat(meeting, rank))), 8)
+        seat = Ranks(Seat(meeting, rank))
+        return run(CheckpointManager(tmp_path, SELDOM, ranks=seat, stop=Stop(grace=25)), 8)
 
     assert [one.result for one in run_ranks(meeting, train)] == [[1], [1]]
     assert not (tmp_path / NOTE).exists()

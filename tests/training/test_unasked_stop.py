@@ -224,7 +224,8 @@ def test_processes_of_a_job_save_one_step_and_end_when_one_is_signalled(tmp_path
             step = 99
             try:
                 seat = SharedDirectory(tmp_path / "meet", rank=rank, world=2, session="test")
-                manager = CheckpointManager(tmp_path / "run", SELDOM, ranks=Ranks(seat))
+                how: Any = {"ranks": Ranks(seat), "stop": Stop(grace=25)}
+                manager = CheckpointManager(tmp_path / "run", SELDOM, **how)
                 step = train(manager, signal_at=3 * rank, last=50)
             finally:
                 os._exit(step)
