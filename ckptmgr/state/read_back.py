@@ -97,8 +97,8 @@ class Tags:
         return AESGCM(token_bytes(16)).encrypt
 
     def of(self, content: Any) -> bytes:
-        """Return the tag of a C-contiguous buffer."""
-        memory = memoryview(content).cast("B")
+        """Return the tag of a flat content, as `Tensor.content` returns it."""
+        memory = memoryview(content)
         if len(memory) <= _SMALL_BYTES:
             return blake3(memory).digest()
         starts = range(0, max(1, len(memory)), _PIECE_BYTES)

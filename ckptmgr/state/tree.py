@@ -53,7 +53,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ckptmgr.formats.tensor import Tensor
+from ckptmgr.formats.tensor import Tensor, flat_memory
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
@@ -262,7 +262,7 @@ class Restoration:
             one = self._fills[name]
             self._restorer.filled.add(id(one.stored))
             if how.is_on:  # later, other values may be there
-                known[id(one.stored)] = tags.of(memory)
+                known[id(one.stored)] = tags.of(flat_memory(memory))
             if one.via_load_state_dict:
                 one.stored.data = one.target.detach()
         return self._restorer.carry_out(how, StateComparison(known, tags))

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("lightning", reason="needs lightning: make kit FRAMEWORK=lightning")
 torch = pytest.importorskip("torch")
 
-from tests.kit.lightning_features import FEATURES, Stop, run  # noqa: E402
+from tests.kit.lightning_feature_programs import FEATURES, Stop, run  # noqa: E402
 
 pytestmark = [pytest.mark.kit, pytest.mark.usefixtures("quiet")]
 CUTS = (8, 10)  # inside the second epoch of five batches, and at its end

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging  # noqa: E4
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Resume  # noqa: E402
 from ckptmgr.integrations.lightning import LightningCheckpoints  # noqa: E402
-from tests.kit.lightning_features import Net, OwnOptimizers, Validated  # noqa: E402
+from tests.kit.lightning_feature_programs import Net, OwnOptimizers, Validated  # noqa: E402
 
 pytestmark = [pytest.mark.kit, pytest.mark.usefixtures("quiet")]
 

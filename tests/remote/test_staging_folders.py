@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager, StoreLocked, save_state
+from ckptmgr import CheckpointConfig, CheckpointManager, StoreLocked, save_state
 from tests.support import api
 from tests.support.runs import manager_on
 
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 
 _DAY_S = 86_400
 _STATE = {"w": np.arange(9.0)}
+_SELDOM = CheckpointConfig(save_checkpoint_steps=1000)
 _UNCLOSED = """
 import numpy, os, sys
 from ckptmgr import CheckpointConfig, CheckpointManager
@@ -129,14 +130,22 @@ def test_closed_manager_that_saves_again_has_its_folder_again(machine: Path) -> 
     assert list(machine.iterdir()) == []
 
 
-def test_starts_without_a_save_are_counted_over_closed_runs(machine: Path) -> None:
+def _fail(url: str) -> int:
+    """Make a try that ends before it saves; return how many there were before it."""
+    found = 0
+    with contextlib.suppress(ZeroDivisionError), CheckpointManager(url, _SELDOM) as manager:
+        found = len(manager.resume().tries)
+        manager.step_end(2, _STATE)
+        raise ZeroDivisionError
+    return found
+
+
+def test_tries_without_a_save_are_counted_over_closed_runs(machine: Path) -> None:
     url = new_url()
     _save(url)
-    for starts in (1, 2):
-        with CheckpointManager(url) as manager:
-            assert manager.resume().starts == starts
+    assert [_fail(url) for _ in range(3)] == [0, 1, 2]
     with CheckpointManager(url) as manager:
-        assert manager.resume().starts == 3
+        assert len(manager.resume().tries) == 3
         manager.save(2, _STATE)
     assert list(machine.iterdir()) == []
 
@@ -205,8 +214,7 @@ def test_note_of_a_run_that_saved_nothing_goes_after_a_week(
 ) -> None:
     url = new_url()
     _save(url)
-    with CheckpointManager(url) as manager:
-        manager.resume()
+    _fail(url)
     later(6 * _DAY_S)
     _save(new_url())
     assert len(_folders(machine)) == 1

@@ -150,11 +150,7 @@ def test_save_that_loses_the_lease_on_its_way_is_not_published(tmp_path: Path, s
     assert disk.is_done
     here.close()
     there.close()
-    assert sorted(whole_files(tmp_path)) == [
-        ".ckpt.starts",
-        "ckpt-1.ckpt",
-        "ckpt-1.ckpt.manifest.json",
-    ]
+    assert sorted(whole_files(tmp_path)) == ["ckpt-1.ckpt", "ckpt-1.ckpt.manifest.json"]
 
 
 def test_save_that_loses_the_lease_between_manifest_and_data_leaves_the_other_alone(
