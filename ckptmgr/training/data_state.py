@@ -95,6 +95,7 @@ class _Noted(NamedTuple):
     step: int
     random: Mapping[str, object]
     places: Mapping[str, _Place]
+    thread: int
 
 
 class _AtSave(NamedTuple):
@@ -136,7 +137,8 @@ class DataState(Companion):
                 for name, one in self._passes.items()
                 if one.is_open
             }
-            self._noted = _Noted(step, self._random.state_dict(), places)
+            own = threading.get_ident()
+            self._noted = _Noted(step, self._random.state_dict(), places, own)
 
     def explain(self, error: NameError) -> None:
         """Add a note to the error of a name that only a batch assigns, if there was none yet."""
@@ -312,10 +314,15 @@ class DataState(Companion):
             place.is_iterated = False
 
     def _say_ended(self, name: str, place: _Pass) -> None:
-        """Say that a pass has ended, if the last step that ended had the last batch of it."""
+        """Say that a pass has ended, if the last step that ended had the last batch of it.
+
+        Not in another thread than that of the steps, which may be in the code of the program.
+        """
         noted = self._noted
-        at = None if noted is None else noted.places.get(name)
-        if noted is not None and at is not None and at.of is place and at.batches == place.count:
+        if noted is None or noted.thread != threading.get_ident():
+            return
+        at = noted.places.get(name)
+        if at is not None and at.of is place and at.batches == place.count:
             self.pass_ended(noted.step)
 
     def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,18 @@ def test_pass_of_validation_puts_nothing_aside(tmp_path: Path) -> None:
             list(manager.batches(range(2), name="validation"))
             state["w"] = kept
     assert stored(tmp_path) == (BATCHES, BATCHES)
+
+
+def test_pass_that_ends_in_another_thread_puts_nothing_aside(tmp_path: Path) -> None:
+    state = {"w": np.zeros(2)}
+    with CheckpointManager(tmp_path, NEVER_DUE) as manager:
+        manager.resume(state)
+        batches = iter(manager.batches([1]))
+        next(batches)
+        state["w"] += 1
+        manager.step_end(1, state)
+        thread = threading.Thread(target=lambda: list(batches))  # a prefetcher
+        thread.start()
+        thread.join()
+        state["w"][:] = -1.0
+    assert stored(tmp_path) == (1, -1.0)
