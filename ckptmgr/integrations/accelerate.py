@@ -245,6 +245,7 @@ class _Progress:
             )
         for sampler, seed in zip(self._samplers, state["seeds"], strict=True):
             sampler.initial_seed = seed
+        self._accelerator.sync_gradients = state["gradients"] is None
         if state["gradients"] is not None:
             for one, gradient in zip(self._parameters(), state["gradients"], strict=True):
                 if gradient is not None:
