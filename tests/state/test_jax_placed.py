@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 from ckptmgr import CheckpointManager
+
+jnp: Any = pytest.importorskip("jax.numpy")
 
 PROGRAM = """
 import sys

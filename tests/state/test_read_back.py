@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ckptmgr import CheckpointManager, Resume, StateMismatch
+
+torch: Any = pytest.importorskip("torch")
 
 SMALL, LARGE = 8, 1 << 19  # elements; many bytes go straight from the file into the state
 
@@ -199,7 +200,7 @@ def test_moments_come_back_in_their_stored_type_whatever_that_of_the_weights(
 def test_optimizer_of_the_program_that_stores_its_moments_converted_keeps_its_own(
     tmp_path: Path,
 ) -> None:
-    class Converting(torch.optim.SGD):
+    class Converting(torch.optim.SGD):  # type: ignore[misc]
         def state_dict(self) -> Any:
             found = super().state_dict()
             moments = {

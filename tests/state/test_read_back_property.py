@@ -10,16 +10,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.state.tree import flatten, restore
 from tests.support.trees import reader
+
+torch: Any = pytest.importorskip("torch")
+jnp: Any = pytest.importorskip("jax.numpy")
 
 EXAMPLES = int(os.environ.get("CKPTMGR_EXAMPLES", "150"))
 DTYPES = {

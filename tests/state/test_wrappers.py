@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckptmgr import CheckpointManager, StateMismatch
+
+torch: Any = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit")  # by torch.compile itself
 
 
-class Distributed(torch.nn.Module):
+class Distributed(torch.nn.Module):  # type: ignore[misc]
     """Names its parameters as DistributedDataParallel does, which needs a process group."""
 
     def __init__(self, module: Any) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Resume, StateMismatch
 from ckptmgr.training.loaders import fingerprint_of
+
+torch: Any = pytest.importorskip("torch")
 
 
 def saving(directory: Path) -> CheckpointManager:
@@ -42,7 +43,7 @@ def test_order_that_may_differ_is_said(tmp_path: Path, caplog: pytest.LogCapture
     assert "batch 2 of loader 'batches' is another than in the saved run" in caplog.text
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
+class Numbers(torch.utils.data.Dataset[Any]):  # type: ignore[misc]
     """Elements with noise that the worker process draws; `is_seeded` by the loader's numbers."""
 
     def __init__(self, *, is_seeded: bool) -> None:

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from ckptmgr import CheckpointManager, StateMismatch
+
+torch: Any = pytest.importorskip("torch")
+jnp: Any = pytest.importorskip("jax.numpy")
 
 GROWN: list[tuple[str, Callable[[], Any], Any]] = [
     ("dict", dict, {"a": 1, "b": {"c": [2]}}),

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Resume, StateMismatch
+
+torch: Any = pytest.importorskip("torch")
 
 EVERY_STEP = CheckpointConfig(save_checkpoint_steps=1)
 
