@@ -15,7 +15,7 @@ torch: Any = pytest.importorskip("torch")
 EVERY_STEP = CheckpointConfig(save_checkpoint_steps=1)
 
 
-def net() -> torch.nn.Sequential:
+def net() -> Any:
     return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(), torch.nn.Linear(2, 2))
 
 
@@ -30,7 +30,7 @@ def resume(directory: Path, state: Any, **how: Any) -> None:
         manager.resume(state, Resume(**how))
 
 
-def flags(module: torch.nn.Module) -> list[bool]:
+def flags(module: Any) -> list[bool]:
     return [one.requires_grad for one in module.parameters()] + [
         one.training for one in module.modules()
     ]
