@@ -20,6 +20,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,9 @@ class Surroundings:
         lists: list[object] = [one for flags in self.flags.values() for one in flags.values()]
         lists += [one for groups in self.groups.values() for one in groups]
         is_numbers = all(type(number) is int for one in lists for number in one)  # type: ignore[attr-defined]
+        rows = [one[1:] for flags in self.flags.values() for one in flags.values()]
+        if any(one >= other for row in rows for one, other in pairwise(row)):
+            raise ValueError("changes of a flag in no order")
         texts = [*(self.weak or ()), *(self.empty or ()), *self.process, *self.process.values()]
         is_step = self.stride is None or type(self.stride) is int
         if not (is_numbers and is_step and all(type(one) is str for one in texts)):

@@ -399,7 +399,7 @@ class CheckpointManager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveHandle | None:
-        """Save if the policy says so, or somebody asks for it (`Stop`); call it after every step.
+        """Save if the policy says so, or a signal or a note asks for it (`Stop`); call it after every step.
 
         Args:
             step: Global step, counted from 0 or from 1. With `save_checkpoint_steps` its multiples

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from ckptmgr.core.arguments import is_function
-from ckptmgr.core.errors import CkptmgrError, StagingExhausted
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.training.companions import Companion
+from ckptmgr.training.forecast import available_memory_bytes
 
 if TYPE_CHECKING:
     from ckptmgr.engine.engine import SaveEngine
@@ -47,6 +48,7 @@ class PutAside(Companion):
         texts: Method that returns the texts beside the skeleton of a flat state; held weakly, because
             its object holds the lease of the series.
         monotonic: Seconds on any clock.
+        available_bytes: Memory of the machine that is available; None for unknown.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class PutAside(Companion):
         flatten: Callable[[object], FlatState],
         texts: Callable[[FlatState, int], dict[str, str]],
         monotonic: Callable[[], float] = time.monotonic,
+        available_bytes: Callable[[], int | None] = available_memory_bytes,
     ) -> None:
-        self._past, self._engine = past, engine
+        self._past, self._engine, self._available_bytes = past, engine, available_bytes
         self._flatten, self._texts, self._monotonic = flatten, WeakMethod(texts), monotonic
         self._cache: SnapshotCache | None = None
         self._held: tuple[int, HeldState] | None = None
@@ -73,12 +76,11 @@ class PutAside(Companion):
             return
         try:
             flat = self._flatten(last.state)
+            if not self._has_room(flat.size_bytes):
+                return
             cache = self._cache = self._cache or self._new_cache()
             cache.put(step, flat.tensors)
-        except (
-            StagingExhausted,
-            CkptmgrError,
-        ):  # the exit reads the state as it is then, or raises
+        except CkptmgrError:  # no budget, or no state that can be stored: the exit raises it
             return
         copied = [one for one in cache.get(step).items if isinstance(one, Tensor)]
         texts = self._texts()
@@ -90,6 +92,14 @@ class PutAside(Companion):
 
     def _is_dear(self, now: float) -> bool:
         return self._cost_s > max(_FREE_S, _SHARE * (now - self._at))
+
+    def _has_room(self, size_bytes: int) -> bool:
+        """Return whether the machine and the control group keep as much memory as the copy takes.
+
+        A run that saves in the foreground has never needed a second state in memory.
+        """
+        rooms = (self._available_bytes(), self._engine.ledger.group_room_bytes())
+        return all(room is None or 2 * size_bytes <= room for room in rooms)
 
     def _new_cache(self) -> SnapshotCache:
         from ckptmgr.engine.snapshots import SnapshotCache

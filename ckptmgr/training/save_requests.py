@@ -28,7 +28,7 @@ _INTERVAL_S = 1.0
 
 
 class SaveRequests:
-    """Whether somebody asks for a save of the next step.
+    """Whether a save of the next step is asked for.
 
     Args:
         fs: The disk of the run.

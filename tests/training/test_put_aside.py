@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, MemoryConfig
+from ckptmgr.state.tree import flatten
 
 NEVER_DUE = CheckpointConfig(save_checkpoint_steps=1000)
 BATCHES = 4
@@ -126,3 +127,20 @@ def test_pass_that_ends_in_another_thread_puts_nothing_aside(tmp_path: Path) -> 
         thread.join()
         state["w"][:] = -1.0
     assert stored(tmp_path) == (1, -1.0)
+
+
+@pytest.mark.parametrize(("available", "is_held"), [(31, False), (32, True), (None, True)])
+def test_state_is_put_aside_only_where_as_much_memory_stays_available(
+    tmp_path: Path, *, available: int | None, is_held: bool
+) -> None:
+    state = {"w": np.zeros(2)}
+    with CheckpointManager(tmp_path, NEVER_DUE) as manager:
+        manager.resume(state)
+        aside = manager._aside
+        assert aside is not None
+        skeleton = len(flatten(state).skeleton)
+        room = None if available is None else available + 2 * skeleton
+        aside._available_bytes = lambda: room
+        train(manager, state, epochs=1)
+        state["w"][:] = -1.0
+    assert stored(tmp_path) == (BATCHES, BATCHES if is_held else -1.0)

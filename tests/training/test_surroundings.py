@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, Resume, StateMismatch
+from ckptmgr.state.paths import TreeError
+from ckptmgr.state.surroundings import Surroundings
 
 torch: Any = pytest.importorskip("torch")
 
@@ -156,3 +158,23 @@ def test_first_step_further_than_the_largest_stride_is_a_warning(
         at = manager.resume(state).step
         manager.step_end(at + step - 5, state)
     assert len([one for one in caplog.records if "at most 3 apart" in one.message]) == warnings
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        '{"version": 1, "flags": []}',
+        '{"version": 1, "flags": {"net": {"training": [1, 0, 1, 0, 1]}}}',
+        '{"version": 1, "flags": {"net": {"training": [1, "0"]}}}',
+        '{"version": 1, "empty": 5}',
+        '{"version": 1, "stride": "1"}',
+    ],
+)
+def test_damaged_surroundings_are_refused(text: str) -> None:
+    with pytest.raises(TreeError, match="surroundings of the state are damaged"):
+        Surroundings.from_text(text)
+
+
+def test_surroundings_of_a_later_version_are_not_compared() -> None:
+    assert Surroundings.from_text('{"version": 2, "flags": 1}') is None
