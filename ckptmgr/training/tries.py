@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.training.companions import Companion
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Tries(Companion):
 
         def write(tries: Sequence[int]) -> None:
             note = json.dumps({"checkpoint": identity, "tries": list(tries)}).encode()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, CkptmgrError):
                 store.write_note(store.directory / _name(series), note, series=series)
 
         self._write, self._handle, self._is_noted, self._next_at = write, None, False, 0.0
