@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ckptmgr.io.signal_thread import HANDLED, tell
+
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -50,6 +52,7 @@ class StopWatch:
         """Record a request."""
         if self.requested_at is None:
             self.requested_at, self.number = self._monotonic(), number
+            tell(HANDLED)
 
     def forget(self) -> None:
         """Forget the request, which is answered."""
