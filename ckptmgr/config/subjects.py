@@ -41,10 +41,13 @@ class Stop:
             does not ask `should_stop`: the next `step_end` saves, and the call after it ends the
             program by `SystemExit(143)`. Where none comes within `grace`, or 25 seconds without
             one, the signal ends the process as ever.
+        put_aside: Whether a copy of the last step's state is kept in memory while the program
+            validates, or does what comes after its loop, if there is room and the copy is cheap: a
+            stop that comes meanwhile, and the exit of the manager, save the copy.
 
     Raises:
         TypeError: `grace` is no number, `after` neither a number nor a text, `save_now` no text.
-        ValueError: `signals` is no bool. A time is not positive; `save_now` names no signal, or one that stops.
+        ValueError: `signals` or `put_aside` is no bool. A time is not positive; `save_now` names no signal, or one that stops.
     """
 
     grace: float | None = None
@@ -52,6 +55,7 @@ class Stop:
     after: float | str | None = None
     save_now: str | None = None
     signals: bool = True
+    put_aside: bool = True
 
     @property
     def after_s(self) -> float | None:
@@ -73,6 +77,7 @@ class Stop:
             )
         _check_signal(self.save_now)
         check_is_bool("signals", self.signals)
+        check_is_bool("put_aside", self.put_aside)
 
 
 def _check_signal(name: str | None) -> None:

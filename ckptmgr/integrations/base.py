@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self, Unpack
 
 from ckptmgr.config.config import CheckpointConfig
@@ -85,6 +85,19 @@ class FrameworkManager(CheckpointManager):
         """End a step; return whether the training should stop after it. Raises as `step_end`."""
         self.step_end(step, state, epoch=epoch, metrics=metrics)
         return self.should_stop
+
+    def put_aside(
+        self, step: int, state: object, *, epoch: int | None, metrics: Mapping[str, float]
+    ) -> None:
+        """Note a step that has ended, and copy its state before what may last, such as a validation.
+
+        A stop that comes meanwhile saves the copy. Raises as `note_step`, and what a function of the
+        state raises.
+        """
+        self.note_step(step, state, epoch=epoch, metrics=metrics)
+        self._place_loaders()
+        if self._aside is not None:
+            self._aside.take_last()
 
     @property
     def saves_after_errors(self) -> bool:
@@ -178,6 +191,21 @@ def move_to_end(
                 setattr(caller, name, [*arrange(others), callback])
                 return others, is_last
     return [], True
+
+
+def found_above(method: str) -> object:
+    """Return the framework's object with a method of this name, from the frames above.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(type(caller), method):
+            return caller
+        frame = frame.f_back
+    raise RuntimeError(f"no object with {method} has called this callback")
 
 
 class TrainingBlock:

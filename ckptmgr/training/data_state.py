@@ -124,6 +124,7 @@ class DataState(Companion):
         self._left_to_skip = 0
         self._skipped: str | None = None  # the loader whose batches are skipped
         self.is_inside_pass = False  # at the restore
+        self._fetching, self._fetch_end = 0, threading.Lock()  # the thread that waits for a batch
         self._empty: str | None = None  # the loader whose continued pass had no batch left
 
     def step_ended(self, step: int) -> None:
@@ -333,13 +334,43 @@ class DataState(Companion):
         while True:
             self.batch_asked()
             before = self._random.state_dict() if place.parts.is_ahead else None
+            self._fetching = threading.get_ident()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
+            finally:
+                with self._fetch_end:
+                    self._fetching = 0
             if before is not None:
                 place.before = (*place.before[-1:], before)
             yield batch
+
+    def while_fetching(
+        self, step: int, copy: Callable[[], _T], drop: Callable[[], None]
+    ) -> _T | None:
+        """Return a copy of the state of `step`, made while its thread waits for a batch; or None.
+
+        The batch is given when the copy is made, so that only the loader's code runs meanwhile. What
+        that changes must not be in the copy: the state of a loader that has one, and generators.
+        """
+        noted = self._noted
+        with self._fetch_end:
+            if noted is None or noted.step != step or self._fetching != noted.thread:
+                return None
+            if not all(self._is_as_noted(name, at) for name, at in noted.places.items()):
+                return None
+            found = copy()
+            is_drawn = pack(noted.random) != pack(self._random.state_dict()) or any(
+                pack(at.generators) != pack(at.of.parts.generators())
+                for at in noted.places.values()
+            )
+            if is_drawn:
+                drop()
+            return None if is_drawn else found
+
+    def _is_as_noted(self, name: str, at: _Place) -> bool:
+        return self._passes.get(name) is at.of and at.of.is_open and not at.of.parts.has_state
 
     def _as_drawn(
         self, iterator: Iterator[_T], before: Sequence[Mapping[str, Any]], count: int

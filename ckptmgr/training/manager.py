@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.training.preemption import Preemption
     from ckptmgr.training.put_aside import PutAside
     from ckptmgr.training.resume import Resumption
+    from ckptmgr.training.stop_writer import StopWriter
     from ckptmgr.training.tries import Tries
 
 
@@ -177,6 +178,7 @@ class CheckpointManager:
         self._snapshots, self._stop = options.snapshots, options.stop
         self._preemption: Preemption | None = None
         self._aside: PutAside | None = None
+        self._stop_writer: StopWriter | None = None
         self._tries: Tries | None = None
         self._is_entered = False
         if self._snapshots != Snapshots():
@@ -232,17 +234,24 @@ class CheckpointManager:
             self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
             self._saver.data.batch_asked = self._watch_for_signals().check
             self._run.companions.append(self._saver.data)
-            if not self._run.team.is_many:  # ranks would decide one by one
-                from ckptmgr.state.tree import flatten as flatten_state
-                from ckptmgr.training.put_aside import PutAside
-
-                # A method of the manager would keep it, and its lease, alive.
-                flatten = partial(flatten_state, slicer=self._run.team.slicer)
-                aside = PutAside(self._past, self._engine, flatten, self._saver.texts)
-                self._saver.data.pass_ended = aside.pass_ended
-                self._run.companions.append(aside)
-                self._aside = aside
+            # Ranks would decide one by one.
+            if self._stop.put_aside and not self._run.team.is_many:
+                self._put_aside_in(self._saver.data)
         return self._saver.data
+
+    def _put_aside_in(self, data: DataState) -> None:
+        """Have states put aside when a pass ends, and have a stop write them."""
+        from ckptmgr.state.tree import flatten as flatten_state
+        from ckptmgr.training.put_aside import PutAside
+        from ckptmgr.training.stop_writer import StopWriter
+
+        # A method of the manager would keep it, and its lease, alive.
+        flatten = partial(flatten_state, slicer=self._run.team.slicer)
+        self._aside = aside = PutAside(self._past, self._engine, flatten, self._saver.texts)
+        data.pass_ended = aside.pass_ended
+        self._stop_writer = writer = StopWriter(self._past, aside, data, self._saver.save_alone)
+        self._watch_for_signals().have_written(writer)
+        self._run.companions += [writer, aside]  # what it writes is dropped when it is written
 
     def _count_tries(self) -> Tries:
         """Return what notes how far the run comes, made the first time."""
@@ -767,6 +776,8 @@ class CheckpointManager:
         last, self._past.unsaved = self._past.unsaved, None
         if self._preemption is not None and self._preemption.has_ended:
             last = None  # it is saved
+        if last is not None and self._is_written(last):
+            last = None
         if self._tries is not None:
             self._tries.failed(error)
         try:
@@ -788,10 +799,14 @@ class CheckpointManager:
         """Return the last step with the state that it had when its pass ended, if that was copied."""
         return last if self._aside is None else last._replace(state=self._aside.state_of(last))
 
+    def _is_written(self, last: UnsavedStep) -> bool:
+        """Return whether a stop had the last step written as it ended."""
+        return self._stop_writer is not None and self._stop_writer.has_written(last)
+
     def _save_last_step(self) -> None:
         past = self._past
         unsaved, past.unsaved = past.unsaved, None
-        if unsaved is None:
+        if unsaved is None or self._is_written(unsaved):
             return
         is_preempted = self._preemption is not None and self._preemption.is_decided
         if self._due.at_end(past.seen_step, is_preempted=is_preempted):

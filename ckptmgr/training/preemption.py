@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.io.sigterm import SigtermHold
-from ckptmgr.io.stop_signals import StopWatch
+from ckptmgr.io.stop_signals import NUMBERS, StopWatch
 from ckptmgr.training.companions import Companion
 from ckptmgr.training.save_requests import SaveRequests
 
 if TYPE_CHECKING:  # one process needs none of it
     from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.joint_stop import JointStop
+    from ckptmgr.training.stop_writer import StopWriter
 
 _LOG = logging.getLogger(__name__)
 _RECENT_STEPS = 8
@@ -76,7 +77,31 @@ class Preemption(Companion):
         self._requests, self._meets = requests, meets or coordinator is None
         self._hold: SigtermHold | None = None
         self._has_tried_to_hold = False
+        self._writer: StopWriter | None = None
         self.is_decided = self.is_save_asked = self.is_ending = self.has_ended = False
+
+    def have_written(self, writer: StopWriter) -> None:
+        """Have the last step written where a stop comes and no step ends soon."""
+        self._writer = writer
+        if self._is_installed or self._hold is not None:
+            self._begin_writer()
+
+    def _begin_writer(self) -> None:
+        if self._writer is not None and _is_main():
+            numbers = (signal.SIGTERM,) if self._watch is None else NUMBERS
+            self._writer.begin(numbers, self._asked_in_s, self._patience_s)
+
+    def _asked_in_s(self) -> float | None:
+        """Return the seconds until a stop is asked for; None for never."""
+        if self._requested_at is not None or (self._hold is not None and self._hold.is_noted):
+            return 0.0
+        left_s = self._ends_at - self._monotonic()
+        return None if left_s == math.inf or self._watch is None else max(0.0, left_s)
+
+    def _patience_s(self) -> float:
+        """Return how long the end of a step may take after a stop was asked for."""
+        most_s = (self._grace_s or _UNASKED_GRACE_S) / 4
+        return min(most_s, 2 * max(self._steps_s, default=0.0))
 
     def ask(self) -> bool:
         """Return whether to stop; the first call begins to watch for signals."""
@@ -103,6 +128,7 @@ class Preemption(Companion):
         if self._watch is None and self._meets and not self._has_tried_to_hold:
             self._has_tried_to_hold = True
             if SigtermHold.is_possible():
+                self._begin_writer()  # before the hold, which ends the process
                 self._hold = SigtermHold(self._grace_s or _UNASKED_GRACE_S)
 
     def check(self) -> None:
@@ -135,6 +161,8 @@ class Preemption(Companion):
     def _install(self, watch: StopWatch) -> None:
         """Install the handlers of the signals, or warn once that this thread cannot."""
         self._is_installed = watch.install()
+        if self._is_installed:
+            self._begin_writer()
         if not self._is_installed and not self._has_warned:
             self._has_warned = True
             _LOG.warning(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`PutAside`: the state of the last step as it was when a pass of `batches` ended.
+"""`PutAside`: the state of the last step as it was when a pass of `batches` ended, or a validation began.
 
-After its loop a program loads its best weights, or swaps in averaged ones: the exit of the manager
-saves the step, and not what came after it. Nothing of the program runs between the end of a step
-and the end of its pass, which ask for the next batch.
+After its loop a program loads its best weights, or swaps in averaged ones: the exit of the manager, or a
+stop, saves the step, and not what came after it. Nothing of the program runs between the end of a
+step and the end of its pass, which ask for the next batch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
-from ckptmgr.core.arguments import is_function
+from ckptmgr.core.arguments import is_function, resolve_state
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.tensor import Tensor
+from ckptmgr.io.signal_thread import CHANGED, tell
 from ckptmgr.training.companions import Companion
 from ckptmgr.training.forecast import available_memory_bytes
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from ckptmgr.state.tree import FlatState
     from ckptmgr.training.history import RunPast, UnsavedStep
 
-_FREE_S = 1e-3  # a copy that takes less is never too dear
+# A copy that takes less is never too dear.
+_FREE_S = 1e-3
+_FREE_BEFORE_VALIDATION_S = 0.05
 _SHARE = 0.01  # of the time since the last one
 
 
@@ -69,29 +72,62 @@ class PutAside(Companion):
 
     def pass_ended(self, step: int) -> None:
         """Copy the state of `step`, unless it is saved."""
-        last, now = self._past.unsaved, self._monotonic()
-        if last is None or last.step != step or is_function(last.state):
-            return
-        if self._past.progress.last.step == step or self._is_dear(now):
-            return
+        last = self._past.unsaved
+        if last is not None and last.step == step:
+            self.take(last)
+
+    def take_last(self) -> None:
+        """Copy the state of the last step, unless it is saved; also one that a function returns."""
+        if self._past.unsaved is not None:
+            self.take(self._past.unsaved, free_s=_FREE_BEFORE_VALIDATION_S)
+
+    def take(
+        self, last: UnsavedStep, *, free_s: float = _FREE_S, is_urgent: bool = False
+    ) -> HeldState | None:
+        """Copy the state of a step and return it; None if it is saved, or the copy would be too dear.
+
+        If it `is_urgent`, another thread asks, and the copy may cost anything. Slices are left alone:
+        to gather them takes all ranks.
+        """
+        from ckptmgr.engine.snapshots import SnapshotCache
+
+        now, step = self._monotonic(), last.step
+        if self._past.progress.last.step == step or not (is_urgent or self._is_cheap(now, free_s)):
+            return None
         try:
-            flat = self._flatten(last.state)
+            flat = self._flatten(resolve_state(last.state))
             if not self._has_room(flat.size_bytes):
-                return
-            cache = self._cache = self._cache or self._new_cache()
+                return None
+            if is_urgent and flat.slices:
+                return None
+            cache = self._cache = self._cache or SnapshotCache(
+                self._engine.memory, ledger=self._engine.ledger
+            )
             cache.put(step, flat.tensors)
         except CkptmgrError:  # no budget, or no state that can be stored: the exit raises it
-            return
+            return None
         copied = [one for one in cache.get(step).items if isinstance(one, Tensor)]
         texts = self._texts()
         if texts is None:  # the manager is gone
-            return
-        self._held = step, HeldState(replace(flat, tensors=copied, objects=()), texts(flat, step))
+            return None
+        held = HeldState(replace(flat, tensors=copied, objects=()), texts(flat, step))
+        self._held = step, held
         self._at = self._monotonic()
-        self._cost_s = self._at - now
+        took_s = self._at - now
+        self._cost_s = min(took_s, self._cost_s or took_s)  # others only make it slower
+        tell(CHANGED)  # a stop may wait for it
+        return held
 
-    def _is_dear(self, now: float) -> bool:
-        return self._cost_s > max(_FREE_S, _SHARE * (now - self._at))
+    def drop(self) -> None:
+        """Forget the copy."""
+        self._drop()
+
+    def held_of(self, last: UnsavedStep) -> HeldState | None:
+        """Return the copy of the state of a step, if there is one."""
+        return None if self._held is None or self._held[0] != last.step else self._held[1]
+
+    def _is_cheap(self, now: float, free_s: float) -> bool:
+        return self._cost_s <= max(free_s, _SHARE * (now - self._at))
 
     def _has_room(self, size_bytes: int) -> bool:
         """Return whether the machine and the control group keep as much memory as the copy takes.
@@ -101,16 +137,11 @@ class PutAside(Companion):
         rooms = (self._available_bytes(), self._engine.ledger.group_room_bytes())
         return all(room is None or 2 * size_bytes <= room for room in rooms)
 
-    def _new_cache(self) -> SnapshotCache:
-        from ckptmgr.engine.snapshots import SnapshotCache
-
-        return SnapshotCache(self._engine.memory, ledger=self._engine.ledger)
-
     def state_of(self, last: UnsavedStep) -> object:
         """Return the state to save for the last step: the copy, where the live one has changed since."""
-        if self._held is None or self._held[0] != last.step:
-            return last.state
-        held = self._held[1]
+        held = self.held_of(last)
+        if held is None or is_function(last.state):
+            return last.state if held is None else held
         try:
             is_same = _are_equal(self._flatten(last.state), held.flat)
         except Exception:  # the program has left it so that it cannot be read

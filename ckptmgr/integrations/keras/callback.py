@@ -10,6 +10,7 @@ Only public names of Keras are used. Rules, each found by failing:
   random numbers there. With torch that is a pass over the loader that Keras begins, and drops.
 * After a stop inside an epoch Keras still runs the validation and the end of the epoch, whose
   callbacks change the rate and the weights: the step is saved before.
+* A stop that comes in a validation saves the step as it was before, and the resumed run validates.
 * So it is called after all other callbacks, wherever it is in the list.
 * `fit` begins with whole epochs. So the batches of a resumed one that were used are fetched once
   more, in their order, and passed over. Then everything is put back as it was, because other
@@ -290,9 +291,12 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             self._training.close()
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Keep the metrics of the epoch, which a validation begins anew."""
+        """Keep the metrics of the epoch, which a validation begins anew, and put the step aside."""
         if self._pending is not None:
-            self._pending.averages = values_of(self.model.metrics_variables)
+            step = self._pending
+            step.averages = values_of(self.model.metrics_variables)
+            state = self._state_of(step)
+            self.manager.put_aside(step.number, state, epoch=step.epoch, metrics=step.metrics)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Save the last step of the epoch; end the run, if `fit` does."""

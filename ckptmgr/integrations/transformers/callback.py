@@ -6,6 +6,7 @@
 
 * A step is saved where the Trainer itself would save it: after its logs and its evaluation, so that
   their metrics belong to it, and the random numbers are those that the next step sees.
+* A stop that comes in an evaluation saves the step as it was before, and the resumed run evaluates it first.
 * The Trainer resumes from a directory, which `materialize` makes, and removes when it was read.
 * Inside an epoch the Trainer loads the random numbers after the first batch. Those with which the
   epoch began, which order the data, are put back before.
@@ -20,6 +21,7 @@ import os
 import random
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,7 +35,7 @@ from transformers import TrainerCallback
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.notes import add_note
-from ckptmgr.integrations.base import FrameworkManager, TrainingBlock
+from ckptmgr.integrations.base import FrameworkManager, TrainingBlock, found_above
 from ckptmgr.integrations.transformers.checks import (
     CALL,
     WAYS_OUT,
@@ -51,6 +53,7 @@ from ckptmgr.state.optimizers import class_of, keep_stored_types
 from ckptmgr.state.paths import StateMismatch
 
 _PARTS = {"model", "optimizer", "scheduler", "trainer", "random", "epoch_random", "config"}
+_RANDOM = "rng_state.pth"
 
 
 class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, unused-ignore]
@@ -89,6 +92,9 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._ended: tuple[Checkpoint, int, float | None] | None = None
         self._pending: tuple[Any, Mapping[str, Any]] | None = None  # of a step whose save waits
         self._metrics: dict[str, float] = {}
+        self._is_aside = self._owes_evaluation = False
+        self._began_from: Checkpoint | None = None
+        self._folder = ""
         self._after_save: tuple[object, ...] | None = None
         self._has_warned = False
         self._given = contextlib.ExitStack()  # what `materialize` made
@@ -101,7 +107,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
                 f"ckptmgr: {self._resumed.path} was being resumed; if it does not fit, {WAYS_OUT}"
             )
             add_note(error, text)
-        if error is not None and self._pending is not None:
+        if error is not None and self._pending is not None and not self._is_aside:
             self.manager.note_step(**self._ended_step(*self._pending))
 
     def materialize(self) -> str | None:
@@ -134,9 +140,11 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             "types": types_of(state["optimizer"]),
         }
         self._passes = self._resumed_pass = state.get("passes")
+        self._owes_evaluation = state.get("owes_evaluation", False)
         self._resumed = start.checkpoint
         self._given.close()
-        folder = Path(tempfile.mkdtemp(prefix="ckptmgr-resume-"))
+        self._folder = tempfile.mkdtemp(prefix="ckptmgr-resume-")
+        folder = Path(self._folder)
         self._given.callback(shutil.rmtree, folder, ignore_errors=True)
         self._write(
             folder, "model.safetensors", lambda file: file.write(weights_file(state["model"]))
@@ -144,7 +152,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         torch_files = {
             "optimizer.pt": state["optimizer"],
             "scheduler.pt": state["scheduler"],
-            "rng_state.pth": random_of_trainer(state["random"]),
+            _RANDOM: random_of_trainer(state["random"]),
         }
         if "scaler" in state:
             torch_files["scaler.pt"] = state["scaler"]
@@ -184,8 +192,9 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._check_start(state, kwargs)
         self._training.close()
         self._training.enter_context(self.manager)
-        self._pending = None
+        self._pending, self._is_aside = None, False
         resumed, self._resumed, self._ended = self._resumed, None, None
+        self._began_from = resumed
         if resumed is not None and state.global_step >= state.max_steps:
             self._ended = (resumed, state.global_step, state.epoch)
         control.should_training_stop |= self.manager.should_stop
@@ -200,6 +209,10 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         if self._saved_epoch is not None:
             saved, self._saved_epoch = self._saved_epoch, None
             GlobalRandom().load_state_dict(saved["step" if _is_whole(state) else "epoch"])
+            if _is_whole(state) and self._evaluate_resumed(state, control):
+                # The Trainer loads the random numbers once more before it begins the pass.
+                random_now = random_of_trainer(GlobalRandom().state_dict())
+                torch.save(random_now, Path(self._folder, _RANDOM))
         self._epoch_random = GlobalRandom().state_dict()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -207,13 +220,16 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._given.close()
         self._warn_of_draws()
         self._end_step(control)
+        self._evaluate_resumed(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save by the policy, after the evaluation that the Trainer makes now, if it makes one."""
         if self._ended is not None:
             self._undo_step(state, kwargs)
+            self._evaluate_resumed(state, control)
             return
         self._pending = state, kwargs
+        self._put_aside(state, control)
         if not (control.should_log or control.should_evaluate or _is_whole(state)):
             self._end_step(control)
             self._after_save = None if self._has_warned else _draws()
@@ -225,6 +241,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             self._end_step(control)
         if is_cut and control.should_training_stop:
             self._training.close()
+        self._put_aside(state, control)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Mapping[str, Any], **kwargs: Any
@@ -235,9 +252,11 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             for name, value in logs.items()
             if isinstance(value, int | float) and not isinstance(value, bool)
         }
+        self._put_aside(state, control)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save the last step, and wait for saves in the background."""
+        self._evaluate_resumed(state, control)
         self._given.close()
         self._end_step(control)
         self._training.close()
@@ -279,14 +298,39 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         parts = {part: kwargs[name] for part, name in names.items()}
         self.manager.load(resumed, parts, only=list(parts))
 
+    def _put_aside(self, state: Any, control: Any) -> None:
+        """Put the step aside before its evaluation, and after its log."""
+        if self._pending is None or self._is_aside or not control.should_evaluate:
+            return
+        logged = state.log_history[-1:]
+        if not control.should_log or [one.get("step") for one in logged] == [state.global_step]:
+            self._is_aside = True
+            self.manager.put_aside(**self._ended_step(*self._pending, owes_evaluation=True))
+
+    def _evaluate_resumed(self, state: Any, control: Any) -> bool:
+        """Evaluate the resumed step, if it was saved before its evaluation; return whether it was."""
+        owes, self._owes_evaluation = self._owes_evaluation, False
+        if not owes or self._began_from is None:
+            return False
+        control.should_evaluate, self._metrics = True, {}
+        trainer: Any = found_above("_maybe_log_save_evaluate")
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, None, trainer.model, None, state.epoch, None, time.time()
+        )
+        self.manager.record(self._began_from, self._metrics)
+        self._metrics = {}
+        return True
+
     def _end_step(self, control: Any) -> None:
         """End a step for the manager, once."""
         if self._pending is not None:
             stops = self.manager.end_step(**self._ended_step(*self._pending))
-            self._pending, self._metrics = None, {}
+            self._pending, self._metrics, self._is_aside = None, {}, False
             control.should_training_stop |= stops
 
-    def _ended_step(self, state: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _ended_step(
+        self, state: Any, kwargs: Mapping[str, Any], *, owes_evaluation: bool = False
+    ) -> dict[str, Any]:
         """Return the arguments of `step_end` for a step."""
         step_random, epoch_random = GlobalRandom().state_dict(), self._epoch_random
         passes = self._passes
@@ -303,6 +347,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
                 "random": step_random,
                 "epoch_random": epoch_random,
                 "passes": passes,
+                "owes_evaluation": owes_evaluation,
                 "config": None if config is None else config.to_json_string(),
             }
             scaler = getattr(optimizer, "scaler", None)
