@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ckptmgr import (
 from ckptmgr.integrations.base import FrameworkManager
 from ckptmgr.testing.kit import differences
 from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.kit.stops import TOLD, saved_and_killed
 from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
@@ -511,6 +513,39 @@ for step in map(int, sys.argv[2:]):
 """
 
 
+WAITS = """
+class Wait(callbacks.Callback):
+    def on_test_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == waits_at and batch == 1:
+            print("waits", flush=True)
+            while True:
+                select.select([], [], [], 60)
+"""
+
+
+@pytest.mark.parametrize("how", ["last", "between", "stream"])
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_kill_in_a_validation_after_a_stop_loses_no_step(
+    tmp_path: Path, backend: str, how: str
+) -> None:
+    """The grace ends in the validation: the step is saved as it was before, and validated again."""
+    program = WATCHED.replace("import signal", "import select, signal")
+    head, *_ = program.partition("is_last, has")
+    head = head.replace("last = [swap, end,", "last = [swap, end, *waiting,")
+    head = head.replace("else [swap,", "else [swap, *waiting,")
+    head = head.replace("counting=counting)", "counting=counting, observe=told)")
+    tail = """
+is_last, has_no_length = sys.argv[1] != "between", sys.argv[1] == "stream"
+waits_at, waiting = int(sys.argv[2]), []
+if waits_at:
+    waiting = [Wait()]
+fit("cut") if waits_at else print(fit("cut") == fit("uncut"))
+"""
+    program = head + TOLD + WAITS + tail
+    assert saved_and_killed(started(program, tmp_path, how, "8", backend=backend)) == 8
+    assert run_program(program, tmp_path, how, "0", backend=backend).split()[-1] == "True"
+
+
 @pytest.mark.parametrize("how", ["last", "between", "stream"])
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_stop_leaves_no_trace(tmp_path: Path, backend: str, how: str) -> None:
@@ -653,15 +688,21 @@ print([one.step for one in CheckpointManager("uncut").checkpoints()])
 """
 
 
+def started(text: str, directory: Path, *arguments: str, backend: str) -> subprocess.Popen[str]:
+    """Start a program in a process of its own."""
+    places = {"PYTHONPATH": str(ROOT), "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"}
+    command, environment = [sys.executable, "-c", text, *arguments], {**os.environ, **places}
+    return subprocess.Popen(
+        command, cwd=directory, env=environment, stdout=PIPE, stderr=PIPE, text=True
+    )
+
+
 def run_program(text: str, directory: Path, *arguments: str, backend: str) -> str:
     """Run a program in a process of its own; return what it printed, or fail with its error."""
-    places = {"PYTHONPATH": str(ROOT), "KERAS_BACKEND": backend, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", text, *arguments]
-    done = subprocess.run(
-        command, cwd=directory, env={**os.environ, **places}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    child = started(text, directory, *arguments, backend=backend)
+    output, errors = child.communicate()
+    assert child.returncode == 0, errors[-3000:]
+    return output
 
 
 def test_batches_of_one_execution_are_counted_and_passed_over_together(tmp_path: Path) -> None:

@@ -89,15 +89,22 @@ class _Step:
 
 
 class _First(keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
-    """Notes a step before other callbacks, which may fail, have seen its end."""
+    """Notes a step before other callbacks, which may fail, have seen its end.
 
-    def __init__(self, note: Callable[[int, Any], None]) -> None:
+    And the beginning of a validation, before they replace the weights by their average.
+    """
+
+    def __init__(self, note: Callable[[int, Any], None], validates: Callable[[], None]) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._validates = note, validates
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Note the step."""
         self._note(batch, logs)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Note the validation."""
+        self._validates()
 
 
 class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore[misc, unused-ignore]
@@ -204,7 +211,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         """
         self._check_is_entered()
         others, is_last = move_to_end(
-            self, ["callbacks"], lambda others: [_First(self._note_step), *others]
+            self, ["callbacks"], lambda others: [_First(self._note_step, self._put_aside), *others]
         )
         if not is_last:
             return
@@ -290,10 +297,10 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
         if is_stopped or self._is_stopping:  # Keras leaves the epoch, and does not draw its end
             self._training.close()
 
-    def on_test_begin(self, logs: Any = None) -> None:
+    def _put_aside(self) -> None:
         """Keep the metrics of the epoch, which a validation begins anew, and put the step aside."""
-        if self._pending is not None:
-            step = self._pending
+        step = self._pending or self._ended  # of data without a length the step has ended
+        if step is not None:
             step.averages = values_of(self.model.metrics_variables)
             state = self._state_of(step)
             self.manager.put_aside(step.number, state, epoch=step.epoch, metrics=step.metrics)
