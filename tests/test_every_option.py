@@ -114,6 +114,7 @@ MANAGER = {
     "grace": Probe(see.preempted, 3600.0),
     "after": Probe(see.preempted, 1e-9),
     "signals": Probe(see.held, False),
+    "put_aside": Probe(see.left, False, {"config": CheckpointConfig(save_checkpoint_steps=9)}),
     "save_now": Probe(
         see.asked_to_save, "SIGURG", {"config": CheckpointConfig(save_checkpoint_steps=9)}
     ),

@@ -307,6 +307,16 @@ def held(directory: Path, /, **options: Any) -> object:
         return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def left(directory: Path, /, **options: Any) -> object:
+    """Return the state that the exit saves of a run that changes it after its last pass."""
+    state = {"n": np.zeros(1)}
+    with made(CheckpointManager, directory=directory, **options) as manager:
+        for step in manager.batches(range(1, 3)):
+            manager.step_end(step, state)
+        state["n"][0] = 9
+    return CheckpointManager(directory).load("latest")
+
+
 def asked_to_save(directory: Path, /, **options: Any) -> object:
     """Return the steps of a run that are saved, of which the second gets a signal."""
     with made(CheckpointManager, directory=directory, **options) as manager:
