@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptmgr.config.subjects import Resume, Snapshots, Stop
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from ckptmgr.io.filesystem import FileSystem
     from ckptmgr.io.leases import Processes
 
+_LOG = logging.getLogger(__name__)
+_VARIABLE = "CKPTMGR_RESUME"
 _T = TypeVar("_T")
 
 
@@ -74,12 +79,41 @@ def run_options(
 
 
 def resume_options(owner: str, given: Resume | None, old: Mapping[str, Any]) -> Resume:
-    """Return how to resume; raises as `run_options` and `Resume`."""
+    """Return how to resume; raises as `run_options` and `Resume`.
+
+    For one start the environment variable CKPTMGR_RESUME has the ways out of an error, in place of
+    the program: `may_differ=data,ema` and `at=1200`, with `;` between them.
+    """
     if old:
         from ckptmgr.training.old_names import joined_resume
 
         given = joined_resume(owner, given, old)
-    return Resume() if given is None else checked_kind("resume", given, Resume)
+    found = Resume() if given is None else checked_kind("resume", given, Resume)
+    text = os.environ.get(_VARIABLE, "")
+    if not text:
+        return found
+    _warn_of(text)
+    return replace(found, **_ways_out(text))
+
+
+@cache
+def _warn_of(text: str) -> None:
+    """Warn once: an adapter and its manager both ask."""
+    _LOG.warning("%s=%s: how this start resumes; unset it for the next one", _VARIABLE, text)
+
+
+def _ways_out(text: str) -> dict[str, Any]:
+    """Return the fields of `Resume` that a text names."""
+    ways: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(";"))):
+        name, _, value = map(str.strip, part.partition("="))
+        if name not in ("at", "may_differ") or not value:
+            raise ValueError(
+                f"{_VARIABLE} has may_differ=NAME,NAME or at=SELECTOR, with ; between them, but got {part!r}"
+            )
+        names = tuple(one.strip() for one in value.split(","))
+        ways[name] = names if name == "may_differ" else int(value) if value.isdigit() else value
+    return ways
 
 
 def checked_kind(name: str, value: object, kind: type[_T]) -> _T:
