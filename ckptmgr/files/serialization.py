@@ -274,7 +274,8 @@ def load_checkpoint(
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
         RuntimeError: A value has another shape or type than the one in `net`.
         StateMismatch: The file does not fit `into`, or a PyTorch module `net` (a RuntimeError,
-            too), or has no part `only`; lists every difference. Nothing was changed.
+            too), or has no part `only`; lists every difference. Nothing was changed. Or a PyTorch
+            module holds other elements after the load, because a hook of it changed them.
         UnsupportedCheckpoint: The framework has no such tensor.
     """
     from ckptmgr.files.load.named_part import NamedPart, as_framework

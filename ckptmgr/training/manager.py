@@ -249,7 +249,7 @@ class CheckpointManager:
         flatten = partial(flatten_state, slicer=self._run.team.slicer)
         self._aside = aside = PutAside(self._past, self._engine, flatten, self._saver.texts)
         data.pass_ended = aside.pass_ended
-        self._stop_writer = writer = StopWriter(self._past, aside, data, self._saver.save_alone)
+        self._stop_writer = writer = StopWriter(self._past, aside, data, self._saver.save_at_stop)
         self._watch_for_signals().have_written(writer)
         self._run.companions += [writer, aside]  # what it writes is dropped when it is written
 

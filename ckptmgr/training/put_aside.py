@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from ckptmgr.core.arguments import is_function, resolve_state
-from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.signal_thread import CHANGED, tell
 from ckptmgr.training.companions import Companion
@@ -104,7 +103,7 @@ class PutAside(Companion):
                 self._engine.memory, ledger=self._engine.ledger
             )
             cache.put(step, flat.tensors)
-        except CkptmgrError:  # no budget, or no state that can be stored: the exit raises it
+        except Exception:  # no budget, or no state that can be stored: the exit raises it
             return None
         copied = [one for one in cache.get(step).items if isinstance(one, Tensor)]
         texts = self._texts()

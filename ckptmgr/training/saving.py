@@ -145,6 +145,11 @@ class StateSaver:
                 if rank is not None:
                     writer.close()
 
+    def save_at_stop(self, last: UnsavedStep) -> None:
+        """Save the last ended step in the calling thread, once those in the background are saved."""
+        self._run.engine.wait_until_idle()
+        self.save_alone(last, why="preempted")
+
     def texts(self, flat: tree.FlatState, step: int) -> dict[str, str]:
         """Return the texts beside the skeleton of a state: its surroundings, and the loaders."""
         past = self._past

@@ -47,7 +47,7 @@ class StopWriter(Companion):
         past: RunPast,
         aside: PutAside,
         data: DataState,
-        save: Callable[..., None],
+        save: Callable[[UnsavedStep], None],
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._past, self._aside, self._data = past, aside, data
@@ -104,7 +104,7 @@ class StopWriter(Companion):
             return
         self._seen = last.step
         try:
-            save(last._replace(state=held), why="preempted")
+            save(last._replace(state=held))
         except Exception as error:
             _LOG.warning("step %d could not be saved before the process ends: %s", last.step, error)
             return

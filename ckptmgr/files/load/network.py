@@ -30,6 +30,7 @@ from ckptmgr.state.paths import StateMismatch, mismatch
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
 _INTEGERS = frozenset({"int8", "int16", "int32", "int64"})
+_MOST_SHOWN = 8
 _MAY_BE_MISSING = "num_batches_tracked"  # torch takes files from before it had this one
 _WRONG = "May you need to check whether the checkpoint you loaded is correct"
 
@@ -71,7 +72,9 @@ def load_into(
         state = net.state_dict()
         _check_module(state, values, strict=strict, path=path)
         _check_shared({name: one for name, one in state.items() if _has_shape(one)}, values)
-        net.load_state_dict({name: _for_torch(values[name]) for name in state if name in values})
+        given = {name: _for_torch(values[name]) for name in state if name in values}
+        net.load_state_dict(given)
+        _check_loaded(net, given, path)
     elif hasattr(net, "load_state_dict"):
         net.load_state_dict(dict(values))
     elif isinstance(net, Mapping):
@@ -109,6 +112,37 @@ def _check_module(
                 )
     if differences:
         raise _mismatch(NetworkMismatch, state, values, differences, path)
+
+
+def _check_loaded(net: Any, given: Mapping[str, Any], path: str | os.PathLike[str] | None) -> None:
+    """Raise StateMismatch if the module holds other weights than it was given, as a hook may cause."""
+    live = net.state_dict()
+    changed = [
+        name
+        for name, one in given.items()
+        if _is_dense(one) and _is_dense(live.get(name)) and not _has_bytes_of(live[name], one)
+    ]
+    if changed:
+        raise StateMismatch(
+            f"the network now has other elements in {', '.join(changed[:_MOST_SHOWN])} than were loaded: its load_state_dict,"
+            " or a hook of it, changes them",
+            path=path,
+            hint="load without net=, and give the network what it should have",
+        )
+
+
+def _is_dense(one: object) -> bool:
+    is_tensor = framework_of(one) == "torch" and _has_shape(one)
+    tensor: Any = one
+    return is_tensor and str(tensor.layout) == "torch.strided" and not tensor.is_quantized
+
+
+def _has_bytes_of(live: Any, given: Any) -> bool:
+    """Return whether a tensor has the elements of another, in its own type."""
+    torch = sys.modules["torch"]
+    wanted = given.to(device=live.device, dtype=live.dtype).reshape(live.shape)
+    one, other = (each.detach().reshape(-1).contiguous() for each in (live, wanted))
+    return bool(torch.equal(one.view(torch.uint8), other.view(torch.uint8)))
 
 
 def _has_shape(mine: object) -> bool:
