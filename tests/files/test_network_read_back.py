@@ -11,7 +11,7 @@ import pytest
 
 from ckptmgr import StateMismatch, load_checkpoint, save_checkpoint
 
-torch = pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 
 
 class Scaled(torch.nn.Linear):  # type: ignore[misc]
