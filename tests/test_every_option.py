@@ -136,6 +136,8 @@ RESUME = {
     "read_back": Probe(see.resumed, False, {"saved": {}, "loads": see.changed}),
     "may_differ": Probe(see.resumed, ["held"], {"saved": {}, "loads": see.changed}),
     "strict": Probe(see.resumed, True, {"saved": {}, "loads": see.counted_on}),
+    "on_difference": Probe(see.repeated, "raise"),
+    "tolerance": Probe(see.repeated, {"loss": 1.0}),
 }
 
 BATCHES = {

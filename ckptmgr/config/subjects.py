@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Real
 from typing import Any, Literal
 
@@ -148,10 +148,16 @@ class Resume:
             `model/head`.
         strict: Whether plain values in the `state_dict()` of an object, of which a difference is a
             warning, may not differ either.
+        on_difference: What follows if a step that the saved run had trained before it died comes out
+            otherwise (`CheckpointManager.witness`): `warn`, or `raise` a StateMismatch.
+        tolerance: Metric to the difference that it may have in such a step: for kernels that are not
+            deterministic.
 
     Raises:
-        TypeError: `at` is no number and no text; `may_differ` is one string, or has something else than strings.
-        ValueError: `start` is neither; a switch is no bool; an option has no effect with `new`.
+        TypeError: `at` is no number and no text; `may_differ` is one string, or has something else than strings;
+            `tolerance` is no mapping of names to numbers.
+        ValueError: `start` or `on_difference` is neither; a switch is no bool; a tolerance is no number
+            from 0 on; an option has no effect with another one.
     """
 
     start: Literal["newest", "new"] = "newest"
@@ -161,6 +167,8 @@ class Resume:
     read_back: bool = True
     may_differ: Sequence[str] = ()
     strict: bool = False
+    on_difference: Literal["warn", "raise"] = "warn"
+    tolerance: Mapping[str, float] | None = field(default=None, hash=False)
 
     @property
     def given(self) -> list[str]:
@@ -180,6 +188,7 @@ class Resume:
         if isinstance(given, str) or not all(isinstance(one, str) for one in given):
             raise TypeError(f"may_differ must be a sequence of names, but got {given!r}")
         object.__setattr__(self, "may_differ", tuple(given))
+        self._check_witness()
         if self.start == "new":
             for name in [one for one in self.given if one != "start"]:
                 raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
@@ -187,6 +196,25 @@ class Resume:
             raise no_effect("allow_bare", "with at=, which takes one checkpoint", "leave it out")
         if self.strict and not self.read_back:
             raise no_effect("strict", "with read_back=False", "leave one of them out")
+
+    def _check_witness(self) -> None:
+        if self.on_difference not in ("warn", "raise"):
+            raise ValueError(
+                f"on_difference must be 'warn' or 'raise', but got {self.on_difference!r}"
+            )
+        if self.on_difference == "raise" and (self.skip_batches or "data" in self.may_differ):
+            where = "with skip_batches" if self.skip_batches else 'with may_differ=["data"]'
+            raise no_effect("on_difference", where, "the steps that repeat get other batches")
+        given: Any = self.tolerance
+        if not isinstance(given, Mapping | None):
+            raise TypeError(f"tolerance must be a mapping of metrics to numbers, but got {given!r}")
+        for name, one in (given or {}).items():
+            if isinstance(one, bool) or not isinstance(one, Real) or not isinstance(name, str):
+                raise TypeError(f"tolerance maps metrics to numbers, but got {name!r}: {one!r}")
+            if not 0 <= float(one) < math.inf:
+                raise ValueError(
+                    f"the tolerance of {name!r} must be a number from 0 on, but got {one!r}"
+                )
 
 
 NEWEST = Resume()

@@ -318,8 +318,11 @@ class ChangedFile:
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
-        with errors_naming(self._path):
+        try:  # each step of a training has its record written: `errors_naming` takes longer
             _write_all(self._path, self._write_once, offset, data)
+        except OSError as error:
+            error.filename = error.filename or os.fspath(self._path)
+            raise
 
     def _write_once(self, offset: int, view: memoryview) -> int:
         return os.pwrite(self._descriptor, view, offset)

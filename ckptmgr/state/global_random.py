@@ -12,8 +12,10 @@ to it are stored beside the others.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import random
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -21,9 +23,11 @@ from typing import Any
 
 import numpy as np
 
+from ckptmgr.formats.file_crc import crc32
 from ckptmgr.state.records import JAX_KEY, is_jax_key
 
 _LOG = logging.getLogger(__name__)
+_DRAWN = struct.Struct("<3Id3Id")
 
 
 def global_draws() -> tuple[object, ...]:
@@ -32,6 +36,34 @@ def global_draws() -> tuple[object, ...]:
     torch: Any = sys.modules.get("torch")
     drawn = () if torch is None else (torch.get_rng_state().numpy().tobytes(),)
     return (random.getstate(), numpy_state[1].tobytes(), numpy_state[2], *drawn)
+
+
+def mark_of(states: Mapping[str, Any]) -> int:
+    """Return a mark of states that `GlobalRandom.state_dict` has just returned, never 0.
+
+    30 bits are of a CRC32 over the generators of the host and of the current CUDA device: how far each has
+    come, and some of its words, which another seed or more draws change. The two bits above say
+    whether those of torch and of CUDA are among them.
+    """
+    words, drawn = states["python"]["words"], states["numpy"]
+    key, gauss = drawn["state"]["key"], states["python"]["gauss"] or 0.0
+    found = crc32(
+        _DRAWN.pack(
+            *(words[-1], words[1], words[397], gauss),  # the first word may be a constant
+            *(drawn["state"]["pos"], key[1], key[397], drawn["gauss"]),
+        )
+    )
+    if "torch" in states:
+        found = crc32(_begin_of(states["torch"]), found)
+    if "cuda" in states:  # pragma: no cover - needs CUDA
+        current = sys.modules["torch.cuda"].current_device()
+        found = crc32(_begin_of(states["cuda"][current]), found)
+    return found >> 2 | ("torch" in states) << 30 | ("cuda" in states) << 31 or 1
+
+
+def _begin_of(state: Any) -> bytes:
+    """Return the begin of a state of torch, a tensor of bytes: the position, and some words or the seed."""
+    return ctypes.string_at(state.data_ptr(), min(state.numel(), 64))
 
 
 class GlobalRandom:
@@ -128,7 +160,9 @@ def _cuda_generators() -> tuple[Any, ...]:
 
 def _python_state() -> dict[str, object]:
     version, words, gauss = random.getstate()
-    return {"version": version, "words": np.array(words, np.uint32), "gauss": gauss}
+    packed = struct.pack(f"={len(words)}I", *words)  # `np.array` takes three times as long
+    found = np.frombuffer(bytearray(packed), np.uint32)
+    return {"version": version, "words": found, "gauss": gauss}
 
 
 def _set_python(state: Any) -> Callable[[], None]:

@@ -31,6 +31,7 @@ The decision *what* to keep is made in `policy.retention`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,9 +56,11 @@ from ckptmgr.io.filesystem import (
     FileSystem,
     InputFile,
     OsFileSystem,
+    OutputFile,
     unlink_if_present,
 )
 from ckptmgr.io.leases import Leases, Processes, ProcProcesses
+from ckptmgr.io.owners import about_stranger, is_of_stranger
 from ckptmgr.io.permissions import DEFAULT_FILE_MODE, directory_mode, note_mode
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
 from ckptmgr.io.signals import defer_signals
@@ -451,16 +454,29 @@ class Store:
         looks = ((one.name, self.look(one.name)) for one in needed)
         check_as_listed(needed, {name: found for name, found in looks if found is not None})
 
-    def read_note(self, name: str) -> bytes | None:
-        """Return a small file beside the checkpoints, at most `_MOST_NOTE_BYTES`; None for none.
+    def read_note(self, name: str, *, most_bytes: int = _MOST_NOTE_BYTES) -> bytes | None:
+        """Return a small file beside the checkpoints, at most `most_bytes` of it; None for none.
 
         A note tells something and decides nothing: one that cannot be read counts as absent.
         """
         try:
             with contextlib.closing(self.open_data(self.directory / name)) as file:
-                return read_bytes(file, 0, min(file.size, _MOST_NOTE_BYTES))
+                return read_bytes(file, 0, min(file.size, most_bytes))
         except (CkptmgrError, OSError):
             return None
+
+    def change_note(self, name: str) -> OutputFile:
+        """Open a note to overwrite parts of it, or to add to it; nothing is synced.
+
+        Raises:
+            OSError: It is absent, a link or no regular file, or another user's in a sticky directory.
+        """
+        path = self.directory / name
+        with self.fs.hold_directory(self.directory):
+            found = self.fs.status(path)
+            if found is not None and is_of_stranger(found, self.fs.status(self.directory)):
+                raise PermissionError(errno.EPERM, about_stranger(found), str(path))
+            return self.fs.change(path)
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""

@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 
 from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.subjects import Resume
 from ckptmgr.config.surfaces import ADDRESS, check_surface
 from ckptmgr.core.arguments import no_effect
 from ckptmgr.core.names import check_directory, check_is_run
+from ckptmgr.core.place import capabilities_at
+from ckptmgr.core.trust import Trust
 from ckptmgr.core.urls import is_url
 from ckptmgr.parallel.team import Team
 
@@ -59,4 +62,17 @@ def check_at_address(
             "context",
             where,
             "strategy files and rank folders are written into directories; save into one, and upload it with mirror=URL",
+        )
+
+
+def check_compared(how: Resume, place: Path, trust: Trust) -> None:
+    """Raise ValueError for an option about steps that repeat, where those are not compared, or not proven."""
+    if not capabilities_at(place).in_place:
+        for name in {"on_difference", "tolerance"} & set(how.given):
+            where = f"in a run that saves to {place}"
+            raise no_effect(name, where, "no steps are recorded there, so none are compared")
+    if how.on_difference == "raise" and (trust.keys is not None or trust.trusted_keys):
+        raise ValueError(
+            "on_difference='raise' is not for runs with keys: the record of the steps is not authenticated, so a forged one"
+            " would stop the run; leave it out, and a difference is a warning"
         )

@@ -32,7 +32,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.core.notes import add_note
-from ckptmgr.state.global_random import GlobalRandom, global_draws
+from ckptmgr.formats.file_crc import crc32
+from ckptmgr.state.global_random import GlobalRandom, global_draws, mark_of
 from ckptmgr.state.packed import pack, unpack
 from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.training.companions import Companion
@@ -140,6 +141,21 @@ class DataState(Companion):
             }
             own = threading.get_ident()
             self._noted = _Noted(step, self._random.state_dict(), places, own)
+
+    def marks(self, step: int) -> tuple[int, int]:
+        """Return a mark of the batches of a step, and one of the global generators at its end.
+
+        They are CRC32s, of the generators 30 bits of one; 0 stands for unknown.
+        """
+        noted = self._noted
+        if noted is None or noted.step != step:
+            return 0, 0
+        batch = 0
+        for place in noted.places.values():
+            mark = place.of.fingerprint if place.of.is_iterated else None
+            if mark is not None:
+                batch = crc32(mark.to_bytes(4, "little"), batch) if batch else mark
+        return batch, mark_of(noted.random)
 
     def explain(self, error: NameError) -> None:
         """Add a note to the error of a name that only a batch assigns, if there was none yet."""

@@ -43,7 +43,12 @@ from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.core.notes import add_note
 from ckptmgr.core.place import capabilities_at
 from ckptmgr.parallel.team import team_for
-from ckptmgr.training.addresses import NO_BARE_FILES, check_at_address, checked_place
+from ckptmgr.training.addresses import (
+    NO_BARE_FILES,
+    check_at_address,
+    check_compared,
+    checked_place,
+)
 from ckptmgr.training.options import System, resume_options, run_options
 
 if TYPE_CHECKING:  # a plain save needs none of these
@@ -69,6 +74,8 @@ if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.training.resume import Resumption
     from ckptmgr.training.stop_writer import StopWriter
     from ckptmgr.training.tries import Tries
+    from ckptmgr.training.witness import Witness
+    from ckptmgr.training.witness_record import Witnessed
 
 
 # Libraries that every run needs are imported now, the modules of a run when there is one: until then
@@ -180,6 +187,8 @@ class CheckpointManager:
         self._aside: PutAside | None = None
         self._stop_writer: StopWriter | None = None
         self._tries: Tries | None = None
+        self._witness: Witness | None = None
+        self._is_witnessed = self._writer.is_first and capabilities_at(given).in_place
         self._is_entered = False
         if self._snapshots != Snapshots():
             self._keep_states()
@@ -233,7 +242,9 @@ class CheckpointManager:
 
             self._saver.data = DataState(has_gone_on=self._past.unsaved is not None)
             self._saver.data.batch_asked = self._watch_for_signals().check
-            self._run.companions.append(self._saver.data)
+            self._run.companions.insert(0, self._saver.data)  # before the witness, which asks it
+            if self._witness is not None:
+                self._witness.data = self._marked()
             # Ranks would decide one by one.
             if self._stop.put_aside and not self._run.team.is_many:
                 self._put_aside_in(self._saver.data)
@@ -261,6 +272,33 @@ class CheckpointManager:
             self._tries = Tries()
             self._run.companions.append(self._tries)
         return self._tries
+
+    def _witness_steps(self) -> Witness | None:
+        """Return what records the steps, made the first time; None where nothing does."""
+        if self._witness is None and self._is_witnessed:
+            from ckptmgr.training.witness import Witness
+
+            self._witness = Witness(self._writer, self._past, self._observers)
+            self._witness.data = self._marked()
+            self._run.companions.append(self._witness)
+        return self._witness
+
+    def _marked(self) -> DataState | None:
+        """Return the places of the loaders; None with a key, as their marks are of the data."""
+        return self._saver.data if self._run.trust.keys is None else None
+
+    @property
+    def witness(self) -> Witnessed:
+        """What the steps have shown that repeat after a resumption; printed, it is one sentence.
+
+        A run that dies after step 1,237 and resumes from 1,200 trains 37 steps again. Their metrics
+        as given to `step_end`, the batches of `batches` and the global random numbers are compared with
+        those that were recorded, and a difference is said once, or raised: `Resume(on_difference=)`.
+        An address has no record, nor have ranks other than the first.
+        """
+        from ckptmgr.training.witness_record import Witnessed
+
+        return Witnessed() if self._witness is None else self._witness.result
 
     @property
     def prefix(self) -> str:
@@ -299,7 +337,8 @@ class CheckpointManager:
             old: Its fields under their names of the last release, which warn.
 
         Raises:
-            ValueError: `allow_bare` in an object store.
+            ValueError: `allow_bare`, `on_difference` or `tolerance` in an object store, or
+                `on_difference="raise"` with a key.
             UnprovenCheckpoint: With a key or trusted keys: the series has only files without
                 manifests.
             UnsupportedState: A value of `state` cannot be stored, so that no save would succeed;
@@ -317,6 +356,7 @@ class CheckpointManager:
         how = resume_options("resume", resume, old)
         if how.allow_bare and not capabilities_at(self.directory).bare:
             raise ValueError(NO_BARE_FILES)
+        check_compared(how, self.directory, self._run.trust)
         from ckptmgr.observe.observers import about
         from ckptmgr.series.candidates import notes_of
         from ckptmgr.training.resume import resume_state, start_fresh
@@ -326,6 +366,8 @@ class CheckpointManager:
             if how.start == "new":
                 found = start_fresh(state, writer=self._writer, past=self._past)
                 self._place_loaders().forget()
+                if self._witness is not None:
+                    self._witness.start_over()
             else:
                 found = resume_state(
                     state,
@@ -334,6 +376,7 @@ class CheckpointManager:
                     past=self._past,
                     data=self._place_loaders(),
                     tries=self._count_tries(),
+                    witness=self._witness_steps(),
                     how=how,
                     needs_same_division=self._needs_same_division,
                     fetch=None if self._mirror is None else self._mirror.fetch,
@@ -425,6 +468,8 @@ class CheckpointManager:
             TypeError, ValueError: The step, the epoch or a metric is unusable, also when no save is
                 due; the earlier step stays the one that the exit saves.
             BaseException: An earlier save failed in the background; it is raised once.
+            StateMismatch: The first step after a resumption is no later one; or, with
+                `Resume(on_difference="raise")`, one that comes again is another. It is not saved.
             UnsupportedState: A value of the state cannot be stored; names its path. Without ranks,
                 and with a state that is no function, the first call finds it.
         """
@@ -432,6 +477,8 @@ class CheckpointManager:
         stop = self._watch_for_signals()
         stop.check()
         self.note_step(step, state, epoch=epoch, metrics=metrics)
+        if self._witness is None and (metrics or self._saver.data is not None):
+            self._witness_steps()
         for one in self._run.companions:
             one.step_ended(step)
         if self._stop.signals and self._is_entered:
@@ -747,6 +794,8 @@ class CheckpointManager:
             given_up=past.given_up,
         )
         past.go_back(found.step, self.checkpoints())
+        if self._witness is not None:
+            self._witness.start_over()
         return found
 
     def __enter__(self) -> Self:

@@ -44,6 +44,7 @@ from ckptmgr.training.tries import Tries, said_of
 
 if TYPE_CHECKING:
     from ckptmgr.remote.fallback import Fetched
+    from ckptmgr.training.witness import Witness
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHOWN = 8
@@ -66,6 +67,8 @@ class Resumption:
         starts: How often runs have trained from this checkpoint without a newer save, this start
             included; those that ended as they wanted to, or were asked to stop, do not count.
         tries: The steps that the others reached, in their order.
+        recorded: How many steps after it are recorded, and compared when they come again: `witness` of
+            the manager says what came out.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
         fetched_from: Address of the checkpoint in the mirror, if it was downloaded because it is
@@ -86,6 +89,7 @@ class Resumption:
     skipped: tuple[Skipped, ...] = ()
     starts: int = 1
     tries: tuple[int, ...] = ()
+    recorded: int = 0
     kept: tuple[str, ...] = ()
     is_inside_epoch: bool = False
     doubt: str | None = None
@@ -108,6 +112,7 @@ class Resumption:
         *,
         skipped: Sequence[Skipped],
         tries: Sequence[int] = (),
+        recorded: int = 0,
         doubt: str | None = None,
         kept: Sequence[str] = (),
         is_inside_epoch: bool = False,
@@ -124,6 +129,7 @@ class Resumption:
             skipped=tuple(skipped),
             starts=len(tries) + 1,
             tries=tuple(tries),
+            recorded=recorded,
             doubt=doubt,
             kept=tuple(kept),
             is_inside_epoch=is_inside_epoch,
@@ -141,6 +147,7 @@ class Resumption:
             metrics=self.metrics,
             skipped=[one.checkpoint.name for one in self.skipped],
             starts=self.starts,
+            recorded=self.recorded,
             kept=self.kept,
             doubt=self.doubt,
             fetched_from=self.fetched_from,
@@ -356,6 +363,7 @@ def resume_state(
     past: RunPast,
     data: DataState,
     tries: Tries,
+    witness: Witness | None,
     how: Resume = NEWEST,
     needs_same_division: bool = False,
     fetch: Fetch | None = None,
@@ -375,6 +383,7 @@ def resume_state(
             past,
             data,
             tries,
+            witness,
             how=how,
             needs_same_division=needs_same_division,
             fetch=fetch,
@@ -389,6 +398,7 @@ def _resume_state(
     past: RunPast,
     data: DataState,
     tries: Tries,
+    witness: Witness | None,
     *,
     how: Resume,
     needs_same_division: bool,
@@ -413,6 +423,8 @@ def _resume_state(
         past.start_fresh()
         past.began(given)
         data.forget()
+        if witness is not None:
+            witness.start_over()
         return Resumption.fresh(state, skipped=skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.commit.all_prepared():
@@ -462,9 +474,11 @@ def _resume_state(
     said = said_of(begun, checkpoint)
     if said is not None:
         _LOG.warning("%s", said)
+    recorded = 0 if witness is None else witness.resumed(checkpoint, how, is_own=is_own)
     return Resumption.at(
         checkpoint,
         restored,
+        recorded=recorded,
         skipped=skipped,
         tries=begun,
         doubt=found.doubt,

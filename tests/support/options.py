@@ -433,6 +433,22 @@ def resumed(
         return [step, *manager.batches(batches)] if batches else step
 
 
+def repeated(directory: Path, /, **options: Any) -> object:
+    """What comes of a step that is trained again with another loss, after the run died."""
+    config = CheckpointConfig(save_checkpoint_steps=100)
+
+    def train(loss: float, how: Resume) -> str:
+        with CheckpointManager(directory, config, prefix="net") as manager:
+            if manager.resume(state(), how).is_fresh:
+                manager.save(1, state())
+            manager.step_end(2, state(), metrics={"loss": loss})
+            manager._past.unsaved = None
+        return str(manager.witness)
+
+    train(1.0, Resume())
+    return tried(lambda: train(1.5, Resume(**options)))
+
+
 def gone_back(directory: Path, /, *, steps: int, **options: Any) -> object:
     """The steps that can be gone back to without a checkpoint."""
     config = CheckpointConfig(save_checkpoint_steps=100)
