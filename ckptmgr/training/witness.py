@@ -136,6 +136,7 @@ class Witness(Companion):
         self._columns: dict[str, int] = {}  # of metrics, in the order of the head
         self._number = 0
         self._is_begun = writer.has_saved  # there is a checkpoint to resume from
+        self._first: SaveHandle | None = None
         self._is_new = self._is_head_old = True  # the next record begins a file
         self._has_failed = False
         self._waiting: deque[tuple[int, _Values, tuple[int, int]]] = deque()
@@ -149,7 +150,7 @@ class Witness(Companion):
         self._close()
         self._waiting.clear()
         self._earlier, self._columns, self.result = {}, {}, Witnessed()
-        self._is_begun, self._is_new = False, True
+        self._is_begun, self._first, self._is_new = False, None, True
 
     def resumed(self, checkpoint: Checkpoint, how: Resume, *, is_own: bool) -> int:
         """Compare the steps from now on with those recorded after a checkpoint; return their number.
@@ -180,8 +181,8 @@ class Witness(Companion):
         return len(found.records)
 
     def saved(self, handle: SaveHandle, facts: SaveFacts) -> None:
-        """Record the steps from now on: a resumption can begin here."""
-        self._is_begun = True
+        """Record the steps once a save is durable: a resumption can begin there."""
+        self._first = handle
 
     def step_ended(self, step: int) -> None:
         """Record and compare a step, or keep it until its metrics are on the host.
@@ -189,7 +190,7 @@ class Witness(Companion):
         Raises:
             StateMismatch: A step differs, and `on_difference="raise"`; its state is not saved.
         """
-        if not self._is_begun or (self._has_failed and not self._earlier):
+        if not self._has_begun() or (self._has_failed and not self._earlier):
             return
         last = self._past.unsaved
         values = self._in_columns((last and last.metrics) or {})
@@ -204,6 +205,12 @@ class Witness(Companion):
                 return
             self._waiting.popleft()
             self._take(Record(first, packed_metrics([*map(_read, values)]), *marks))
+
+    def _has_begun(self) -> bool:
+        first = None if self._is_begun else self._first
+        if first is not None and first.durable.done():
+            self._is_begun = first.durable.exception() is None
+        return self._is_begun
 
     def _in_columns(self, metrics: Mapping[str, Any]) -> _Values:
         values: _Values = [NOT_GIVEN] * MOST_METRICS
@@ -308,7 +315,7 @@ class Witness(Companion):
     def closing(self) -> None:
         """Record nothing until the next save, which takes the lease again."""
         self._close()
-        self._is_begun, self._is_new = False, True
+        self._is_begun, self._first, self._is_new = False, None, True
 
     def _close(self) -> None:
         file, self._file = self._file, None
