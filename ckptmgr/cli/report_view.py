@@ -45,6 +45,7 @@ def print_json(output: Output, report: RunReport) -> None:
         "metrics": list(report.metrics),
         "saves": [_save_json(one) for one in report.saves],
         "failures": [_failure_json(one) for one in report.failures],
+        "witness": [_witness_json(one) for one in report.witness],
         "used": [{"at": render.timestamp(at), "bytes": size} for at, size in report.used],
         "space": {
             "kept_bytes": space.kept_bytes,
@@ -134,6 +135,7 @@ def _sentences(report: RunReport) -> Iterator[str]:
     counts = [f"{report.count(fate)} {_FATES[fate]}" for fate in Fate if report.count(fate)]
     yield f"{render.counted(len(here), 'checkpoint')}: {', '.join(counts) or 'none'}"
     yield from report.policy_sentences()
+    yield from report.witness_sentences()
     yield f"verified last: {verified(here, report.made_at)}"
     if report.saves:
         held_up = sum(one.figures.get("blocked_s", 0.0) for one in report.saves)
@@ -204,6 +206,16 @@ def _failure_json(event: Event) -> dict[str, Json]:
         "step": event.step,
         "error_type": event.error_type,
         "error": event.error,
+    }
+
+
+def _witness_json(event: Event) -> dict[str, Json]:
+    return {
+        "at": _at(event),
+        "event": event.name,
+        "step": event.step,
+        "equal_steps": int(event.figures.get("equal_steps", 0)),
+        "sentence": "; ".join(event.notes),
     }
 
 

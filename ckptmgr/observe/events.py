@@ -16,6 +16,7 @@
 | `mirror.pruned` | the policy of the mirror removed checkpoints there | dropped, freed_bytes |
 | `mirror.unfinished` | the run ended before all uploads | left |
 | `lease.taken_over` | the leftovers of a dead writer were cleaned up | actions |
+| `witness.equal`, `witness.differs` | steps came again after a resumption | equal_steps, recorded_steps; the sentence |
 | `forecast` | a shortage of space, time or memory is expected | hint |
 
 Every `save.started` is followed by exactly one of `durable`, `failed`, `skipped` and `superseded`.
@@ -46,6 +47,8 @@ MOMENTS = frozenset(
         "mirror.skipped",
         "mirror.pruned",
         "mirror.unfinished",
+        "witness.equal",
+        "witness.differs",
     }
 )
 """Events that do not end an operation, so their durations must not be added up."""

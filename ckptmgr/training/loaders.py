@@ -16,6 +16,7 @@ import itertools
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from types import GeneratorType
 from typing import Any
 
@@ -190,13 +191,19 @@ def fingerprint_of(batch: Any) -> int | None:
     """
     found, is_known = 0, False
     for leaf in itertools.islice(_leaves(batch), _MOST_ARRAYS):
-        found = crc32(f"{leaf.dtype}{tuple(leaf.shape)}".encode(), found)
+        found = crc32(f"{_name_of(leaf.dtype)}{tuple(leaf.shape)}".encode(), found)
         content = _host_bytes(leaf)
         if content is not None:
             is_known = True
             for start in _block_starts(len(content)):
                 found = crc32(content[start : start + _BLOCK_BYTES], found)
     return found if is_known else None
+
+
+@cache
+def _name_of(dtype: object) -> str:
+    """Return the name of a type of elements; NumPy makes it anew each time."""
+    return str(dtype)
 
 
 def _leaves(batch: Any, depth: int = 0) -> Iterator[Any]:

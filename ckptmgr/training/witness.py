@@ -19,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -63,9 +63,6 @@ class _Waiting(NamedTuple):
 
     is_ready: Callable[[], bool]
     read: Callable[[], float]
-
-
-_Values = list[float | _Waiting]
 
 
 def _taken(value: Any) -> float | _Waiting:
@@ -138,8 +135,8 @@ class Witness(Companion):
         self._is_begun = writer.has_saved  # there is a checkpoint to resume from
         self._first: SaveHandle | None = None
         self._is_new = self._is_head_old = True  # the next record begins a file
-        self._has_failed = False
-        self._waiting: deque[tuple[int, _Values, tuple[int, int]]] = deque()
+        self._has_failed = self._is_waited_for = False
+        self._waiting: deque[tuple[int, list[Any], tuple[int, int]]] = deque()
         self._earlier: dict[int, Record] = {}
         self._last = 0  # of the earlier steps
         self._raises = False
@@ -195,7 +192,7 @@ class Witness(Companion):
         last = self._past.unsaved
         values = self._in_columns((last and last.metrics) or {})
         marks = (0, 0) if self.data is None else self.data.marks(step)
-        if not self._waiting and self._are_floats(values):
+        if not (self._waiting or self._is_waited_for):
             self._take(Record(step, packed_metrics(values), *marks))
             return
         self._waiting.append((step, values, marks))
@@ -212,19 +209,20 @@ class Witness(Companion):
             self._is_begun = first.durable.exception() is None
         return self._is_begun
 
-    def _in_columns(self, metrics: Mapping[str, Any]) -> _Values:
-        values: _Values = [NOT_GIVEN] * MOST_METRICS
+    def _in_columns(self, metrics: Mapping[str, Any]) -> list[Any]:
+        """Return the metrics in their columns; `_is_waited_for` says whether a device computes any."""
+        values: list[Any] = [NOT_GIVEN] * MOST_METRICS
+        self._is_waited_for = False
         for name, value in metrics.items():
             column = self._columns.get(name)
             if column is None:
                 column = self._add(name)
+            if type(value) is not float and column != _LEFT_OUT:
+                value = _taken(value)
+                self._is_waited_for = self._is_waited_for or type(value) is _Waiting
             if column != _LEFT_OUT:
-                values[column] = value if type(value) is float else _taken(value)
+                values[column] = value
         return values
-
-    @staticmethod
-    def _are_floats(values: _Values) -> TypeGuard[list[float]]:
-        return _Waiting not in map(type, values)
 
     def _add(self, name: str) -> int:
         """Give a metric a column, or leave it out."""

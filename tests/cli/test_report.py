@@ -116,6 +116,22 @@ def test_report_shows_what_noted_saves_cost_and_what_is_gone(tmp_path: Path) -> 
     assert "step 5: durable after" in page
 
 
+def test_report_says_what_steps_that_came_again_have_shown(tmp_path: Path) -> None:
+    observe = JsonLinesObserver(tmp_path / "events.jsonl")
+    state = {"w": np.zeros(4)}
+    for _ in range(2):
+        with CheckpointManager(tmp_path, prefix="net", observe=observe) as manager:
+            if manager.resume(state).is_fresh:
+                manager.save(1, state)
+            manager.step_end(2, state, metrics={"loss": 1.0})
+            manager._past.unsaved = None  # as if it had died
+    said = "steps that came again up to 2: continued; proven equal over 1 step"
+    assert said in run("report", tmp_path, "--terminal").stdout
+    assert said in run("report", tmp_path, "-o", "-").stdout
+    (noted,) = run_with_schema("report", tmp_path)["summary"]["witness"]
+    assert (noted["event"], noted["step"], noted["equal_steps"]) == ("witness.equal", 2, 1)
+
+
 def test_report_without_events_says_how_to_note_them(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     page = run("report", tmp_path, "-o", "-").stdout

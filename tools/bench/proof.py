@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a resume that is compared, and of a step whose batch has a fingerprint: `python -m tools.bench.proof`.
+"""Cost of a compared resume, of the record of a step, and of a batch with a fingerprint: `python -m tools.bench.proof`.
 
 All are measured in turns with what they are compared with, so that other work on the machine meets
 both; shown are medians, and ratios of medians.
@@ -102,11 +102,39 @@ def of_batches(size: int) -> str:
     return f"batch of {size} bytes and end of its step: {each:.0f} us more than a bare loop; CPU {each_cpu:.0f} us"
 
 
+def of_records() -> str:
+    """Return the line about the record of a step: runs before their first save, which have none, and after it."""
+    data, config = (
+        [np.zeros(1 << 10, np.uint8)] * 1000,
+        CheckpointConfig(save_checkpoint_steps=1 << 40),
+    )
+    state, metrics = {"w": np.zeros(8)}, {"loss": 0.5, "accuracy": 0.25}
+
+    def loop(manager: CheckpointManager) -> None:
+        for step, _ in enumerate(manager.batches(data), 2):
+            manager.step_end(step, state, metrics=metrics)
+
+    with (
+        tempfile.TemporaryDirectory() as one,
+        tempfile.TemporaryDirectory() as other,
+        CheckpointManager(one, config) as without,
+        CheckpointManager(other, config) as recorded,
+    ):
+        recorded.save(1, state)
+        (bare, bare_cpu), (full, full_cpu) = in_turns(
+            [lambda: loop(without), lambda: loop(recorded)], 3 * _ROUNDS
+        )
+    each, each_cpu = (1e6 * one / len(data) for one in (full - bare, full_cpu - bare_cpu))
+    whole = 1e6 * full / len(data)
+    return f"record of a step with two metrics: {each:.1f} us of {whole:.0f} for batch and step; CPU {each_cpu:.1f} us"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mebibytes", type=int, default=1024)
     given = parser.parse_args(arguments)
+    print(of_records(), flush=True)
     for line in [*of_resumes(given.mebibytes), *map(of_batches, _BATCH_BYTES)]:
         print(line, flush=True)
 

@@ -137,6 +137,7 @@ class RunReport:
         metrics: Names of their metrics.
         saves: The events `save.durable`, oldest first.
         failures: The events that failed, oldest first, and the damaged checkpoints of `entries`.
+        witness: The events about steps that came again after a resumption, oldest first.
         used: Time and bytes of the directory after each noted save and prune; empty without events.
         has_events: Whether events were given; without them nothing is known about the cost of saves.
         unreadable_event_count: Lines of the file of events that are none.
@@ -151,6 +152,7 @@ class RunReport:
     metrics: tuple[str, ...]
     saves: tuple[Event, ...]
     failures: tuple[Event, ...]
+    witness: tuple[Event, ...]
     used: tuple[tuple[datetime, int], ...]
     space: Space
     has_events: bool
@@ -178,6 +180,11 @@ class RunReport:
             yield f"left out: {problem_of(error)}"
         if len(self.refused) > _MOST_REFUSED:
             yield f"left out: {len(self.refused) - _MOST_REFUSED:,} more for such reasons"
+
+    def witness_sentences(self) -> Iterator[str]:
+        """Yield what the steps have shown that came again after the last resumption which had such."""
+        for event in self.witness[-1:]:
+            yield f"steps that came again up to {event.step}: {'; '.join(event.notes)}"
 
     def count(self, fate: Fate) -> int:
         """Return how many checkpoints have this fate."""
@@ -239,6 +246,7 @@ def make_report(
         metrics=tuple(sorted({name for one in entries for name in one.metrics})),
         saves=tuple(one for one in own if one.name == "save.durable"),
         failures=tuple(one for one in own if not one.is_ok and one.name != "save.superseded"),
+        witness=tuple(one for one in own if one.operation == "witness"),
         used=tuple(_used(own)),
         space=_space(store, entries, policies[0] if len(policies) == 1 else None),
         has_events=noted is not None,

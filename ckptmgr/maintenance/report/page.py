@@ -91,6 +91,7 @@ def _head(report: RunReport) -> Iterable[str]:
     yield f"<h1>{shown(str(report.directory))}</h1>"
     yield f'<p class="dim">made {utc(report.made_at)} by ckptmgr report from manifests and results of verify</p>'
     yield from (f"<p>{shown(one)}</p>" for one in report.policy_sentences())
+    yield from (f"<p>{shown(one)}</p>" for one in report.witness_sentences())
     here = [one for one in report.entries if one.fate not in (Fate.TRASH, Fate.GONE)]
     facts = {"checkpoints": f"{len(here):,}", "on disk": size_text(report.space.kept_bytes)}
     if here:
