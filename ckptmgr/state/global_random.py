@@ -39,11 +39,11 @@ def global_draws() -> tuple[object, ...]:
 
 
 def mark_of(states: Mapping[str, Any]) -> int:
-    """Return a mark of states that `GlobalRandom.state_dict` has just returned, never 0.
+    """Return a mark of states that `GlobalRandom.state_dict` has just returned, never 0, of two halves.
 
-    30 bits are of a CRC32 over the generators of the host and of the current CUDA device: how far each has
-    come, and some of its words, which another seed or more draws change. The two bits above say
-    whether those of torch and of CUDA are among them.
+    The lower half is 15 bits of a CRC32 over those of Python and NumPy, the upper one over that of torch and
+    of the current CUDA device, with a bit that says whether there is one; 0 without torch. Of each
+    counts how far it has come, and some of its words, which another seed or more draws change.
     """
     words, drawn = states["python"]["words"], states["numpy"]
     key, gauss = drawn["state"]["key"], states["python"]["gauss"] or 0.0
@@ -53,12 +53,14 @@ def mark_of(states: Mapping[str, Any]) -> int:
             *(drawn["state"]["pos"], key[1], key[397], drawn["gauss"]),
         )
     )
+    mark = found & 0x7FFF or 1
     if "torch" in states:
-        found = crc32(_begin_of(states["torch"]), found)
-    if "cuda" in states:  # pragma: no cover - needs CUDA
-        current = sys.modules["torch.cuda"].current_device()
-        found = crc32(_begin_of(states["cuda"][current]), found)
-    return found >> 2 | ("torch" in states) << 30 | ("cuda" in states) << 31 or 1
+        found = crc32(_begin_of(states["torch"]))
+        if "cuda" in states:  # pragma: no cover - needs CUDA
+            current = sys.modules["torch.cuda"].current_device()
+            found = crc32(_begin_of(states["cuda"][current]), found)
+        mark |= (found & 0x7FFF or 1) << 16 | ("cuda" in states) << 31
+    return mark
 
 
 def _begin_of(state: Any) -> bytes:

@@ -145,7 +145,7 @@ class DataState(Companion):
     def marks(self, step: int) -> tuple[int, int]:
         """Return a mark of the batches of a step, and one of the global generators at its end.
 
-        They are CRC32s, of the generators 30 bits of one; 0 stands for unknown.
+        That of batches is a CRC32, that of generators `mark_of`; 0 stands for unknown.
         """
         noted = self._noted
         if noted is None or noted.step != step:

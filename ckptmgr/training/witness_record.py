@@ -9,7 +9,7 @@ Integers are little-endian:
 | 40 | five metrics as float64, in the order of the head; all ones: not given |
 | 4 | number of the record, from 0; its place in the file is that modulo 65,536 |
 | 4 | mark of the batch (`DataState.marks`); 0: unknown |
-| 4 | mark of the global generators at the end of the step; 0: unknown |
+| 4 | mark of the global generators at the end of the step (`state.global_random.mark_of`); 0: unknown |
 | 4 | CRC32 of the 60 bytes before |
 
 They follow a head of 4 KiB: a JSON object with the names of the metrics, and the runs that wrote them.
@@ -43,7 +43,7 @@ _CRC = struct.Struct("<I")
 _VALUES, _BITS = struct.Struct("<5d"), struct.Struct("<5Q")
 _GONE_BITS = (1 << 64) - 1  # a NaN that no computation returns
 NOT_GIVEN: float = struct.unpack("<d", b"\xff" * 8)[0]
-_COVERED = 0xC000_0000  # of a mark of generators: which libraries it covers
+_CUDA = 1 << 15  # of the upper half of a mark of generators
 _NUMBERS = np.dtype([
     ("step", "<u8"), ("metrics", "S40"), ("number", "<u4"), ("batch", "<u4"), ("generators", "<u4"), ("crc", "<u4"),
 ])  # fmt: skip
@@ -133,9 +133,10 @@ def difference_of(
     has_batch = bool(before.batch and now.batch)
     if has_batch and before.batch != now.batch:
         return "another batch"
-    has_random = bool(before.generators and now.generators)
-    has_random = has_random and not (before.generators ^ now.generators) & _COVERED
-    if has_random and before.generators != now.generators:
+    halves = zip(divmod(before.generators, 1 << 16), divmod(now.generators, 1 << 16), strict=True)
+    drawn = [one == other for one, other in halves if one and other and not (one ^ other) & _CUDA]
+    has_random = bool(drawn)
+    if not all(drawn):
         return "same batch, other random numbers" if has_batch else "other random numbers"
     is_known = has_batch or has_random
     bits = zip(names, _BITS.unpack(before.metrics), _BITS.unpack(now.metrics), strict=False)

@@ -119,8 +119,9 @@ def test_report_shows_what_noted_saves_cost_and_what_is_gone(tmp_path: Path) -> 
 def test_report_says_what_steps_that_came_again_have_shown(tmp_path: Path) -> None:
     observe = JsonLinesObserver(tmp_path / "events.jsonl")
     state = {"w": np.zeros(4)}
+    config = CheckpointConfig(save_checkpoint_steps=100)
     for _ in range(2):
-        with CheckpointManager(tmp_path, prefix="net", observe=observe) as manager:
+        with CheckpointManager(tmp_path, config, prefix="net", observe=observe) as manager:
             if manager.resume(state).is_fresh:
                 manager.save(1, state)
             manager.step_end(2, state, metrics={"loss": 1.0})

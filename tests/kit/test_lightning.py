@@ -8,6 +8,7 @@ import re
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,35 @@ def test_fit_that_does_not_resume_beside_checkpoints_is_refused(
     with pytest.raises(ValueError, match=r"step 4.*checkpoints.latest\(\).*start='new'"):
         fit(tmp_path, 8, ckpt_path=path)
     assert max(steps_in(tmp_path)) == 4
+
+
+class Dies(lightning.Callback):  # type: ignore[name-defined,misc]
+    """Raises before a step."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 7:
+            raise MemoryError
+
+
+class Logging(BoringModel):  # type: ignore[misc]
+    """Logs its loss at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = super().training_step(batch, batch_idx)
+        self.log("loss", found["loss"])
+        return found
+
+
+@pytest.mark.usefixtures("quiet")
+def test_steps_that_come_again_in_a_fit_are_compared(tmp_path: Path) -> None:
+    events: list[Any] = []
+    every = {"config": {"save_checkpoint_steps": 5}, "callback": {"observe": events.append}}
+    for error, callbacks in ((MemoryError, [Dies()]), (None, [])):
+        with pytest.raises(error) if error else nullcontext():
+            fit(tmp_path, 9, model=Logging(), callbacks=callbacks, **every)
+    (found,) = [one for one in events if one.operation == "witness"]
+    assert (found.name, found.step) == ("witness.equal", 7)
+    assert found.notes == ("continued; proven equal over 2 steps",)
 
 
 @pytest.mark.usefixtures("quiet")

@@ -390,7 +390,10 @@ def test_later_record_of_a_step_counts() -> None:
         ((5, 0), (5, 7), None),
         ((5, 6), (5, 7), "same batch, other random numbers"),
         ((0, 6), (5, 7), "other random numbers"),
-        ((5, 6), (5, 1 << 30 | 7), None),  # torch was imported only in one of them
+        ((5, 6), (5, 9 << 16 | 6), None),  # torch was imported only in one of them
+        ((5, 6), (5, 9 << 16 | 7), "same batch, other random numbers"),
+        ((5, 8 << 16 | 6), (5, 9 << 16 | 6), "same batch, other random numbers"),
+        ((5, 8 << 16 | 6), (5, 1 << 31 | 9 << 16 | 6), None),  # CUDA, the same
     ],
 )
 def test_only_what_both_know_is_compared(
