@@ -603,4 +603,12 @@ def test_option_without_effect_at_an_address_is_refused_by_name(tmp_path: Path) 
         CheckpointManager(url) as manager,
     ):
         manager.resume(None, Resume(allow_bare=True))
+    for how in (Resume(on_difference="raise"), Resume(tolerance={"loss": 1.0})):
+        with (
+            pytest.raises(
+                ValueError, match=r"has no effect in a run that saves to .*: no steps are"
+            ),
+            CheckpointManager(url) as manager,
+        ):
+            manager.resume(None, how)
     assert directory_of(api.open_objects(url)).names() == []
