@@ -48,6 +48,7 @@ _COMMANDS = {
     "inspect": ("inspect", "Show the contents of a checkpoint."),
     "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
     "diff": ("diff", "Compare two checkpoints, or those of two directories."),
+    "prove": ("prove", "Cut a program at random steps, and compare it with an uncut run."),
     "doctor": ("doctor", "Check whether a directory can be saved to and resumed from."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),

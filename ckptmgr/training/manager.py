@@ -190,6 +190,11 @@ class CheckpointManager:
         self._witness: Witness | None = None
         self._is_witnessed = self._writer.is_first and capabilities_at(given).in_place
         self._is_entered = False
+        cut_at = os.environ.get("CKPTMGR_CUT_AT")
+        if cut_at is not None:  # of `ckptmgr prove`
+            from ckptmgr.training.cut import cut_asked_for
+
+            self._run.companions.append(cut_asked_for(cut_at))
         if self._snapshots != Snapshots():
             self._keep_states()
         if self._stop != Stop():

@@ -156,7 +156,7 @@ class Witness(Companion):
         """
         self.start_over()
         self._is_begun = True
-        data = self._store.read_note(_name(self._series), most_bytes=MOST_BYTES + 1)
+        data = self._store.read_note(name_of(self._series), most_bytes=MOST_BYTES + 1)
         found = parsed(data or b"", after=checkpoint.step)
         runs = (checkpoint.run_id, *checkpoint.parent_run_ids)
         if found is None or found.runs.isdisjoint(runs):
@@ -264,10 +264,10 @@ class Witness(Companion):
 
     def _opened(self) -> OutputFile:
         if self._is_new:
-            path = self._store.directory / _name(self._series)
+            path = self._store.directory / name_of(self._series)
             self._store.write_note(path, self._head(), series=self._series)
             self._number, self._is_new, self._is_head_old = 0, False, False
-        return self._store.change_note(_name(self._series))
+        return self._store.change_note(name_of(self._series))
 
     def _head(self) -> bytes:
         return head_of(self._names, tuple(self._runs())[:_MOST_RUNS])
@@ -322,5 +322,6 @@ class Witness(Companion):
                 file.close()
 
 
-def _name(series: str) -> str:
+def name_of(series: str) -> str:
+    """Return the name of the file of a series."""
     return f".{series}.witness"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,12 +20,14 @@ from tests.cli.world import World, commands, make_world
 from tests.support import api
 from tests.support.json_schema import violations
 
+PROVEN = Path(__file__).with_name("prove_programs.py")
 SCHEMAS = Path(__file__).parents[2] / "docs/schemas"
 WITHOUT_JSON = {
     "help": "prints help texts",
     "completion": "prints the script of a shell",
 }
 ALWAYS_HAVE_ITEMS = {
+    "prove": "one item for each cut",
     "diff": "one item for each pair",
     "doctor": "one item for each check",
     "config": "one item for each setting",
@@ -87,6 +90,10 @@ SCENARIOS: Mapping[str, tuple[Scenario, ...]] = {
         Scenario("diff 1 2 --dir {w}/runs", 1),
         Scenario("diff {w}/runs {w}/tensors", 1),
         Scenario("diff 1 99 --dir {w}/runs", 10),
+    ),
+    "prove": (
+        Scenario(f"prove --cuts 1 {sys.executable} {PROVEN} right {{{{}}}}"),
+        Scenario(f"prove --cuts 1 {sys.executable} {PROVEN} right", 2),
     ),
     "doctor": (Scenario("doctor {w}/runs"), Scenario("doctor {w}/no", 10)),
     "encrypt": (
