@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from ckptmgr.training.callback import ModelCheckpoint
     from ckptmgr.training.manager import CheckpointManager
     from ckptmgr.training.resume import Resumed, Resumption
+    from ckptmgr.training.witness_record import Witnessed
 
 __all__ = [
     "AtSteps",
@@ -119,6 +120,7 @@ __all__ = [
     "UnsealedCheckpoint",
     "UnsupportedCheckpoint",
     "UnsupportedState",
+    "Witnessed",
     "__version__",
     "export_weights",
     "load_checkpoint",
@@ -186,6 +188,7 @@ _HOMES = {
     "UnsealedCheckpoint": "core.errors",
     "UnsupportedCheckpoint": "core.errors",
     "UnsupportedState": "core.errors",
+    "Witnessed": "training.witness_record",
     "export_weights": "maintenance.export",
     "load_checkpoint": "files.serialization",
     "load_file": "integrations.safetensors.files",
