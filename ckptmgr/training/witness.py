@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.state.arrays import is_wrapper
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.training.companions import Companion
 from ckptmgr.training.witness_record import (
@@ -74,6 +75,8 @@ def _taken(value: Any) -> float | _Waiting:
 def _begun(value: Any) -> Any:
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
+        if is_wrapper(value):  # reading a DTensor may wait for other ranks
+            return NOT_GIVEN
         if value.is_cpu:
             return value.item()
         if not value.is_cuda:
