@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
+from .finite import FiniteWatch
 from .image_uses import TensorUses
 from .tensor import JOINERS, ContentPieces, Tensor, content_of
 
@@ -103,6 +104,7 @@ class Image:
         self._joined: dict[int, list[memoryview]] = {}
         self._lock = threading.Lock()
         self._uses: TensorUses | None = None
+        self._finite: FiniteWatch | None = None
 
     @property
     def size(self) -> int:
@@ -120,7 +122,10 @@ class Image:
             extent = self._extents[index]
             start = extent.start + offset - self._starts[index]
             stop = min(extent.stop, start + length)
-            yield self._content(index)[start:stop]
+            content = self._content(index)
+            if self._finite is not None:
+                self._see(index, content, start, stop)
+            yield content[start:stop]
             offset += stop - start
             length -= stop - start
             index += 1
@@ -136,6 +141,20 @@ class Image:
         Before that, the copies of small tensors that were joined are overwritten with zeros.
         """
         self._uses = TensorUses(self._extents, self._starts, self._wipe_joined, on_used)
+
+    def watch_finite(self, watch: FiniteWatch) -> None:
+        """Have the floats of the tensors looked at by `watch` whenever `views` yields their bytes."""
+        self._finite = watch
+
+    def _see(self, index: int, content: memoryview, start: int, stop: int) -> None:
+        extent, watch = self._extents[index], self._finite
+        if watch is None:
+            return
+        if not isinstance(extent.content, _Run):
+            for tensor in extent.tensors:
+                watch.see(index, tensor, content, start, stop)
+        elif start == extent.start:  # all of it, as it is small
+            watch.see_parts(index, extent.content.parts, content)
 
     def wipe_copy(self, copy: memoryview) -> None:
         """Overwrite a copy of bytes of the image with zeros if the uses of its tensors are watched."""
@@ -248,7 +267,7 @@ class ImageBuilder:
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
         """Append the content of a tensor of `size_bytes` bytes."""
         if size_bytes > _SMALL_BYTES and isinstance(tensor.content, ContentPieces):
-            self.add_pieces(tensor.content, 0, size_bytes)
+            self.add_pieces(tensor, tensor.content, 0, size_bytes)
         elif size_bytes > _SMALL_BYTES:
             content = partial(content_of, tensor)
             self.add_extent(Extent(content, 0, size_bytes, tensors=(tensor,)))
@@ -258,10 +277,11 @@ class ImageBuilder:
             if self._run_bytes >= _RUN_BYTES:
                 self._end_run()
 
-    def add_pieces(self, content: ContentPieces, start: int, stop: int) -> None:
-        """Append the bytes `[start, stop)` of a content that is made in pieces."""
+    def add_pieces(self, tensor: Tensor, content: ContentPieces, start: int, stop: int) -> None:
+        """Append the bytes `[start, stop)` of a tensor whose content is made in pieces."""
         for cut in (*(one for one in content.cuts if start < one < stop), stop):
-            self.add_extent(Extent(partial(content.read, start, cut), 0, cut - start))
+            made = partial(content.read, start, cut)
+            self.add_extent(Extent(made, 0, cut - start, tensors=(tensor,)))
             start = cut
 
     def add_extent(self, extent: Extent) -> None:

@@ -132,6 +132,7 @@ RESUME = {
     "start": Probe(see.resumed, "new", {"saved": {}}),
     "at": Probe(see.resumed, 7, {"saved": {}}),
     "allow_bare": Probe(see.resumed, True, {"saved": {}, "is_bare": True}),
+    "only": Probe(see.resumed, "healthy", {"saved": {}, "value": np.nan}),
     "skip_batches": Probe(see.resumed, 1, {"saved": {}, "batches": [1, 2]}),
     "read_back": Probe(see.resumed, False, {"saved": {}, "loads": see.changed}),
     "may_differ": Probe(see.resumed, ["held"], {"saved": {}, "loads": see.changed}),

@@ -139,6 +139,8 @@ class Resume:
         allow_bare: Where no checkpoint loads, take the newest data file of the series without a
             manifest. Its name alone says which step it is, so it is never preferred to a checkpoint
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
+        only: `healthy` passes over checkpoints whose floats are not finite, as `health` of their
+            manifests says: those of a run that has diverged.
         skip_batches: Number of batches that the first loader of `manager.batches` is asked for and
             that are not given, to get past bad data; steps are not counted for them. A run that is
             started again without it goes on behind them once it has saved.
@@ -156,13 +158,14 @@ class Resume:
     Raises:
         TypeError: `at` is no number and no text; `may_differ` is one string, or has something else than strings;
             `tolerance` is no mapping of names to numbers.
-        ValueError: `start` or `on_difference` is neither; a switch is no bool; a tolerance is no number
-            from 0 on; an option has no effect with another one.
+        ValueError: `start`, `only` or `on_difference` is no such word; a switch is no bool; a tolerance is no
+            number from 0 on; an option has no effect with another one.
     """
 
     start: Literal["newest", "new"] = "newest"
     at: int | str | None = None
     allow_bare: bool = False
+    only: Literal["healthy"] | None = None
     skip_batches: int = 0
     read_back: bool = True
     may_differ: Sequence[str] = ()
@@ -178,6 +181,8 @@ class Resume:
     def __post_init__(self) -> None:
         if self.start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {self.start!r}")
+        if self.only not in (None, "healthy"):
+            raise ValueError(f"only must be None or 'healthy', but got {self.only!r}")
         at: Any = self.at
         if isinstance(at, bool) or not isinstance(at, int | str | None):
             raise TypeError(f"at must be a step, a name or a selector, but got {at!r}")
@@ -192,8 +197,9 @@ class Resume:
         if self.start == "new":
             for name in [one for one in self.given if one != "start"]:
                 raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
-        if self.at is not None and self.allow_bare:
-            raise no_effect("allow_bare", "with at=, which takes one checkpoint", "leave it out")
+        if self.at is not None:
+            for name in [one for one in ("allow_bare", "only") if one in self.given]:
+                raise no_effect(name, "with at=, which takes one checkpoint", "leave it out")
         if self.strict and not self.read_back:
             raise no_effect("strict", "with read_back=False", "leave one of them out")
 

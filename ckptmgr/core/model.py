@@ -140,6 +140,8 @@ class Checkpoint:
         parent_run_ids: The runs that its run was resumed from, newest first.
         starts_anew: Whether its run asked to begin beside the checkpoints that were there, or
             asked to resume and found none.
+        health: `not finite: NAME` of the first tensor with NaN or infinite floats, `not finite` where
+            names are secret; None for one that is finite, or was not looked at.
         has_step: Whether the step is known; a checkpoint of another tool may not name it.
     """
 
@@ -168,6 +170,7 @@ class Checkpoint:
     parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
     starts_anew: bool = field(default=False, compare=False, repr=False)
     tags: tuple[str, ...] = ()
+    health: str | None = None
     has_step: bool = field(default=True, compare=False, repr=False)
 
     def __repr__(self) -> str:

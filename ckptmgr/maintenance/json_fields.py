@@ -54,6 +54,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in checkpoint.pins],
         "tags": list(checkpoint.tags),
         "state": checkpoint.state.value,
+        "health": checkpoint.health,
         "format": checkpoint.format,
         "cipher": checkpoint.cipher,
         "key_id": checkpoint.key_id,

@@ -21,7 +21,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.policy.lines import RunLine, lines_of
-from ckptmgr.policy.retention import plan
+from ckptmgr.policy.retention import last_good, plan
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.store import Store
 
@@ -213,14 +213,14 @@ class RunPlanner(Planner):
         return plan_with(counted, damaged, policy, now, self.spared)
 
     def heads(self, counted: Counted, decided: Plan) -> list[Checkpoint]:
-        """Return the newest staying one of each line from which something goes."""
+        """Return the last good staying one of each line from which something goes."""
         staying = frozenset(one.path for one in decided.kept)
-        newest = [
-            next((c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying), None)
+        countable = [
+            [c for c in line.checkpoints[::-1] if c.is_countable and c.path in staying]
             for line in _marked(counted, self.damaged)
             if not all(one.path in staying for one in line.checkpoints)
         ]
-        return [one for one in newest if one is not None]
+        return [last_good(those) for those in countable if those]
 
     def problem_of(self, checkpoint: Checkpoint) -> str | None:
         """Verify a checkpoint; return its damage, or None."""
@@ -244,8 +244,11 @@ def plan_with(
     state `as_damaged`.
     """
     lines = _marked(counted, damaged, as_damaged)
-    newest = [(line, line.newest) for line in lines if len(lines) > 1]
-    stay = {one.path: f"newest of {line}" for line, one in newest if one is not None}
+    several = lines if len(lines) > 1 else ()
+    stay = {one.path: f"newest of {line}" for line in several if (one := line.newest)}
+    for line in several:
+        if one := line.newest_finite:
+            stay.setdefault(one.path, f"newest of {line} that is finite")
     stay |= protected
     history = [one for line in lines for one in line.checkpoints]
     reasons = [(one, spared(one)) for one in history] if spared is not nothing_spared else []

@@ -2,7 +2,7 @@
 """Removal of checkpoints that a user named: into the trash, or for good.
 
 Protected checkpoints are refused by name: pinned ones, and the newest good one of each
-line of runs, which a resume would take. Under the leases both are looked at once more.
+line of runs, which a resume would take, and the newest whose floats are finite. Under the leases both are looked at once more.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def objections(place: Place, chosen: Sequence[Checkpoint]) -> list[Objection]:
                 found.append(Objection(checkpoint=one, reason=f"pinned{said}"))
             if line.newest is one:
                 found.append(Objection(checkpoint=one, reason=f"the newest good one of {line}"))
+            elif line.newest_finite is one:
+                found.append(Objection(checkpoint=one, reason=f"the newest finite one of {line}"))
     return found
 
 

@@ -104,11 +104,14 @@ class SaveProposal:
 
 def vote_of(manifest: Manifest) -> Json:
     """Return the vote of a rank for the file that it has made durable."""
-    return {"file": entry_to_document(manifest.file), "stats": dict(manifest.stats)}
+    health = {} if manifest.health is None else {"health": manifest.health}
+    return {"file": entry_to_document(manifest.file), "stats": dict(manifest.stats), **health}
 
 
 def merged_manifest(draft: Manifest, votes: Sequence[Json]) -> Manifest:
     """Return the manifest of all files; of each statistic the largest value of a rank counts.
+
+    Its health is that of the first rank whose file is not finite.
 
     Raises:
         RanksOutOfStep: A vote is malformed.
@@ -126,7 +129,15 @@ def merged_manifest(draft: Manifest, votes: Sequence[Json]) -> Manifest:
     for vote in votes:
         for name, value in _stats(vote).items():
             stats[name] = max(value, stats.get(name, value))
-    return replace(draft, file=entries[0], shards=entries, world_size=len(entries), stats=stats)
+    health = next(filter(None, map(_health, votes)), None)
+    return replace(
+        draft,
+        file=entries[0],
+        shards=entries,
+        world_size=len(entries),
+        stats=stats,
+        health=health,
+    )
 
 
 def chosen_series(answers: Sequence[Json]) -> str:
@@ -146,6 +157,11 @@ def chosen_series(answers: Sequence[Json]) -> str:
     if len(choices[0]) == 1 or not isinstance(series, str):
         raise RanksOutOfStep(f"rank 0 runs another version: {series!r} is no series")
     return series
+
+
+def _health(vote: Json) -> str | None:
+    found = vote.get("health") if isinstance(vote, Mapping) else None
+    return found if isinstance(found, str) else None
 
 
 def _entry(vote: Json, rank: int) -> FileEntry:

@@ -59,6 +59,12 @@ class RunLine:
         return next((c for c in reversed(self.checkpoints) if c.is_countable), None)
 
     @property
+    def newest_finite(self) -> Checkpoint | None:
+        """The newest countable checkpoint whose floats are finite, or None."""
+        countable = (c for c in reversed(self.checkpoints) if c.is_countable)
+        return next((c for c in countable if c.health is None), None)
+
+    @property
     def series(self) -> tuple[str, ...]:
         """The series that it saved in, the oldest first."""
         return tuple(dict.fromkeys(c.series for c in self.checkpoints))

@@ -5,7 +5,8 @@
 
 Under every policy:
 
-* The newest countable checkpoint of every series stays, and so do pinned and protected ones.
+* The newest countable checkpoint of every series stays, and so do pinned and protected ones; where
+  its floats are not finite, the newest one whose floats are stays, too.
 * Only countable checkpoints use up a slot. Damaged ones, leftovers, unfinished ones and those saved
   while an exception unwound the training are neither counted nor dropped. Of the last kind a newer one replaces the
   earlier ones, outside of any policy: `replaced_emergencies`.
@@ -70,10 +71,10 @@ _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 
 
 class Dropped(NamedTuple):
-    """The checkpoints that a policy drops, newest first, and the newest countable one, which stays."""
+    """The checkpoints that a policy drops, newest first, and the last good one, which stays."""
 
     checkpoints: Sequence[Checkpoint]
-    newest: Checkpoint | None
+    last_good: Checkpoint | None
 
 
 def plan(
@@ -121,15 +122,21 @@ def dropped(
         return Dropped([], None)
     flags = [rule.stays(countable, now) for rule in rules]
     stays = flags[0] if len(flags) == 1 else [any(found) for found in zip(*flags, strict=True)]
+    good = last_good(countable)
     going = [
         one
         for one, is_kept in zip(countable[1:], stays[1:], strict=True)
-        if not (is_kept or one.pins or one.path in protected)
+        if not (is_kept or one.pins or one.path in protected or one is good)
     ]
     if going:
         _check_metrics(countable, rules)
         _check_something_is_kept(countable, rules, is_any_kept=any(stays))
-    return Dropped(going, countable[0])
+    return Dropped(going, good)
+
+
+def last_good(newest_first: Sequence[Checkpoint]) -> Checkpoint:
+    """Return the newest of some countable checkpoints whose floats are finite, else the newest."""
+    return next((one for one in newest_first if one.health is None), newest_first[0])
 
 
 def _rules_of(policy: RetentionPolicy | Rule) -> Sequence[Rule]:
@@ -243,13 +250,15 @@ def _plan_series(
         for column in zip(*judged, strict=True)
     ]
     next_findings = iter(findings)
-    newest = countable[0] if countable else None
+    needed = {countable[0].path: "newest"} if countable else {}
+    if countable and (good := last_good(countable)) is not countable[0]:
+        needed[good.path] = "newest that is finite"
     verdicts = [
         _verdict(
             checkpoint,
             next(next_findings) if checkpoint.is_countable else [],
             protected=protected.get(checkpoint.path) if protected else None,
-            is_newest=checkpoint is newest,
+            needed=needed.get(checkpoint.path),
         )
         for checkpoint in series
     ]
@@ -269,7 +278,7 @@ def _verdict(
     findings: Sequence[Finding],
     *,
     protected: str | None,
-    is_newest: bool,
+    needed: str | None,
 ) -> Verdict:
     reasons = [finding.reason for finding in findings if finding.is_kept]
     if not checkpoint.is_countable:
@@ -278,8 +287,8 @@ def _verdict(
         reasons.append(pin_reason(checkpoint))
     if protected is not None:
         reasons.append(Reason(rule="protected", detail=protected))
-    if is_newest and not reasons:
-        reasons.append(Reason(rule="newest", detail="newest"))
+    if needed is not None and not reasons:
+        reasons.append(Reason(rule="newest", detail=needed))
     return Verdict(
         checkpoint=checkpoint,
         is_kept=bool(reasons),

@@ -185,7 +185,8 @@ class Last(DecidedRule):
 class Best(DecidedRule):
     """Keep the `count` best checkpoints by a metric. Of equal values the newer one is better.
 
-    A missing, NaN or infinite value never ranks: one diverged step must not freeze the list.
+    A missing, NaN or infinite value never ranks: one diverged step must not freeze the list. For the
+    same reason checkpoints whose floats are not finite come after all that are.
     """
 
     count: int
@@ -231,11 +232,11 @@ class Best(DecidedRule):
         ranks = {i: rank for rank, (_, i) in enumerate(sorted(self._ranked(history)))}
         return [self._why(ranks.get(i), self.value_of(one)) for i, one in enumerate(history)]
 
-    def _ranked(self, history: Sequence[Checkpoint]) -> list[tuple[float, int]]:
+    def _ranked(self, history: Sequence[Checkpoint]) -> list[tuple[tuple[bool, float], int]]:
         """Return the values of the checkpoints that rank, lower ones better, and their indices."""
         sign = 1 if self.mode == "min" else -1
         return [
-            (sign * value, i)
+            ((one.health is not None, sign * value), i)
             for i, one in enumerate(history)
             if (value := self.value_of(one)) is not None
         ]

@@ -14,7 +14,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import UNFINISHED, UNUSABLE, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.notes import add_note
@@ -315,7 +315,8 @@ class RunCandidates(ABC, Generic[_Loaded]):
 class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
     """The checkpoints of a series, to be restored into `state`.
 
-    `before_load` is called with the size of each in bytes before it is read.
+    `before_load` is called with the size of each in bytes before it is read; `only_healthy` passes
+    over those whose floats are not finite.
     """
 
     def __init__(
@@ -324,10 +325,12 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
         state: object,
         *,
         allow_bare: bool = False,
+        only_healthy: bool = False,
         before_load: Callable[[int], object] = lambda _: None,
     ) -> None:
         super().__init__(reader, reader.series, allow_bare=allow_bare)
         self._state = state
+        self._only_healthy = only_healthy
         self._before_load = before_load
 
     def as_own(self, bare: Checkpoint) -> Checkpoint | None:
@@ -339,6 +342,12 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
 
     def load(self, checkpoint: Checkpoint) -> StoredState | InPlaceState:
         """Read a checkpoint; the state does not change yet."""
+        if self._only_healthy and checkpoint.health is not None:
+            raise UnsupportedCheckpoint(
+                f"is {checkpoint.health}, and only healthy ones are asked for",
+                path=checkpoint.path,
+                hint='resume without Resume(only="healthy"), or from the start: Resume(start="new")',
+            )
         self._before_load(checkpoint.size_bytes)
         return self._reader.read(checkpoint, self._state)
 

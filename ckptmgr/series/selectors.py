@@ -3,7 +3,7 @@
 
 | text | the checkpoints that it names |
 |---|---|
-| `latest` | the newest usable one |
+| `latest` | the newest usable one, before those whose floats are not finite |
 | `4000` | the newest attempt of the step, in each series |
 | `1000..5000`, `..5000`, `1000..` | those of a range of steps |
 | `best:loss:min`, `best:acc:max` | the one with the best finite value of a metric |
@@ -85,21 +85,31 @@ def parse_selector(text: str) -> Selector | None:
 
 
 def latest(found: Sequence[Checkpoint], own_runs: Set[str] = _NO_RUNS) -> list[Checkpoint]:
-    """Return the newest usable checkpoint of the line of runs that is meant; see `newest_first`."""
+    """Return the newest usable checkpoint of the line of runs that is meant; see `newest_first`.
+
+    One whose floats are not finite only where the line has no other.
+    """
     for one in found:
         if one.obstacle is not None and may_be_whole(one.obstacle):
             raise one.obstacle
-    return [c for c in newest_first(found, own_runs) if c.is_countable][:1]
+    usable = [c for c in newest_first(found, own_runs) if c.is_countable]
+    if not usable:
+        return []
+    line = (usable[0].run_id, *usable[0].parent_run_ids)
+    finite = (c for c in usable if c.health is None and c.run_id in line)
+    return [next(finite, usable[0])]
 
 
 def best(found: Sequence[Checkpoint], metric: str, mode: str) -> list[Checkpoint]:
     """Return the usable checkpoint with the best finite value of a metric, the newest of equal ones.
 
-    `mode` is `min` or `max`; `found` has the oldest first.
+    One whose own floats are not finite comes after all others. `mode` is `min` or `max`; `found` has the oldest first.
     """
     sign = 1 if mode == "min" else -1
     ranked = [c for c in found if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))]
-    return [min(reversed(ranked), key=lambda c: sign * c.metrics[metric])] if ranked else []
+    if not ranked:
+        return []
+    return [min(reversed(ranked), key=lambda c: (c.health is not None, sign * c.metrics[metric]))]
 
 
 def of_step(step: int) -> Selector:

@@ -73,7 +73,7 @@ class Retained(NamedTuple):
     Attributes:
         dropped: The checkpoints that go, newest first.
         kept: Number of checkpoints of the run that stay.
-        needed: The newest countable one of them, because of which the others may go.
+        needed: The last good one of them, because of which the others may go.
         present: All checkpoints of the directory.
     """
 
@@ -419,9 +419,12 @@ class SeriesWriter:
         )
 
     def note_saved(self, manifest: Manifest) -> Checkpoint:
-        """Record the last durable save, which retention keeps."""
-        self._last_saved = manifest.to_checkpoint(self.listing.directory)
-        return self._last_saved
+        """Record the last durable save, which retention keeps; warn where it is the first not finite."""
+        before, saved = self._last_saved, manifest.to_checkpoint(self.listing.directory)
+        self._last_saved = saved
+        if self.is_first and saved.health and not (before and before.health):
+            _LOG.warning("%s is %s: NaN or infinite elements were saved", saved.path, saved.health)
+        return saved
 
     def own_history(self) -> list[Checkpoint]:
         """Return the checkpoints of this run and of the runs that it continues, as one series."""
@@ -458,12 +461,12 @@ class SeriesWriter:
         own = [one for one in present if one.run_id in lineage]
         own = [self._known(one) for one in own] if self._damaged else own
         applied, changed = without_unranked(own, policy)
-        going, newest = dropped(own, applied, self._utc_now(), protected=self._protected())
+        going, good = dropped(own, applied, self._utc_now(), protected=self._protected())
         if changed is not None and going and not self._has_said_unranked:
             self._has_said_unranked = True
             _LOG.warning("retention: %s", changed)
-        # The newest alone: looking at each of many would take longer than the save.
-        needed = [] if newest is None else [newest]
+        # This one alone: looking at each of many would take longer than the save.
+        needed = [] if good is None else [good]
         return Retained(going, len(own) - len(going), needed, present)
 
     def _utc_now(self) -> datetime:

@@ -17,6 +17,7 @@ from ckptmgr.state.grammar import LEAVES, kind_of
 from ckptmgr.state.leaves import Leaf, LeafForm
 from ckptmgr.state.paths import Node, dump_skeleton, load_skeleton, version_of
 
+_KINDS = {"f": "float", "c": "complex"}
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -83,6 +84,23 @@ def with_shapes(skeleton: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
         if shape is not None:
             leaf["shape"] = list(shape)
     return dump_skeleton(nodes)
+
+
+def types_of_bytes(skeleton: str) -> dict[str, str]:
+    """Return the names of the tensors that are stored as bytes, with the one type of their elements."""
+    if '"stored":' not in skeleton and '"offset":' not in skeleton:
+        return {}
+    found: dict[str, set[str]] = {}
+    for leaf in leaves_of(load_skeleton(skeleton)):
+        if "stored" in leaf or "offset" in leaf:
+            found.setdefault(str(leaf.get("tensor")), set()).add(_type_name(leaf["dtype"]))
+    return {name: types.pop() for name, types in found.items() if len(types) == 1}
+
+
+def _type_name(dtype: Node) -> str:
+    """Return the name of a type as `formats.dtypes` spells it; NumPy has short ones."""
+    kind = _KINDS.get(dtype[1:2]) if isinstance(dtype, str) and dtype[:1] == "<" else None
+    return str(dtype) if kind is None else f"{kind}{8 * int(str(dtype)[2:])}"
 
 
 def leaves_of(nodes: list[Node]) -> Iterator[dict[str, Any]]:

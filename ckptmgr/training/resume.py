@@ -71,6 +71,7 @@ class Resumption:
             the manager says what came out.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
+        notes: Sentences about what was restored, such as that its floats are not finite.
         fetched_from: Address of the checkpoint in the mirror, if it was downloaded because it is
             newer than all here; else None.
         is_inside_epoch: Whether a pass over `batches` had not ended when the checkpoint was saved.
@@ -93,6 +94,7 @@ class Resumption:
     kept: tuple[str, ...] = ()
     is_inside_epoch: bool = False
     doubt: str | None = None
+    notes: tuple[str, ...] = ()
     fetched_from: str | None = None
 
     @classmethod
@@ -116,6 +118,7 @@ class Resumption:
         doubt: str | None = None,
         kept: Sequence[str] = (),
         is_inside_epoch: bool = False,
+        notes: Sequence[str] = (),
         fetched_from: str | None = None,
     ) -> Self:
         """Return the resumption from a checkpoint."""
@@ -133,6 +136,7 @@ class Resumption:
             doubt=doubt,
             kept=tuple(kept),
             is_inside_epoch=is_inside_epoch,
+            notes=tuple(notes),
             fetched_from=fetched_from,
         )
 
@@ -150,6 +154,7 @@ class Resumption:
             recorded=self.recorded,
             kept=self.kept,
             doubt=self.doubt,
+            notes=self.notes,
             fetched_from=self.fetched_from,
         )
 
@@ -411,7 +416,11 @@ def _resume_state(
     given = built(state)
     if how.at is None:
         candidates = StateCandidates(
-            reader, state, allow_bare=how.allow_bare, before_load=end_pause_if_long
+            reader,
+            state,
+            allow_bare=how.allow_bare,
+            only_healthy=how.only == "healthy",
+            before_load=end_pause_if_long,
         )
         found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
     else:
@@ -484,8 +493,24 @@ def _resume_state(
         doubt=found.doubt,
         kept=loaded.kept,
         is_inside_epoch=data.is_inside_pass,
+        notes=_notes(checkpoint, before),
         fetched_from=fetched_from,
     )
+
+
+def _notes(checkpoint: Checkpoint, before: Sequence[Checkpoint]) -> list[str]:
+    """Return, and log, what a run should know of the checkpoint, given those of its line up to it."""
+    if checkpoint.health is None:
+        return []
+    finite = [one for one in before if one.is_countable and one.health is None]
+    way_out = (
+        f'the newest finite one is {finite[-1].name}: Resume(only="healthy") takes it'
+        if finite
+        else "no earlier one of its line is finite"
+    )
+    note = f"{checkpoint.name} is {checkpoint.health}; {way_out}"
+    _LOG.warning("%s", note)
+    return [note]
 
 
 def _compare_surroundings(

@@ -164,7 +164,7 @@ def _add_tensor(builder: ImageBuilder, tensor: Tensor, slice_bytes: int) -> None
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
         builder.add(_value_head(name, head, stop - start))
         if isinstance(tensor.content, ContentPieces):
-            builder.add_pieces(tensor.content, start, stop)
+            builder.add_pieces(tensor, tensor.content, start, stop)
         else:
             builder.add_extent(Extent(content, start, stop, tensors=(tensor,)))
 

@@ -113,6 +113,7 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "metrics": METRICS[10],
         "pins": [{"name": "paper", "reason": "table 2"}],
         "state": "ok",
+        "health": None,
         "format": "ckpt",
         "cipher": None,
         "key_id": None,

@@ -42,6 +42,10 @@ PLAIN_MANIFESTS = {
     ),
     "policy": replace(PLAIN, keep="last(3) | every(1000)"),
     "policy of an address": replace(PLAIN, keep="last(3)", keep_at="0f" * 16),
+    "not finite": replace(PLAIN, health="not finite", stats={"not_finite": 3.0}),
+    "named tensor that is not finite": replace(
+        PLAIN, health="not finite: model/w", file=replace(PLAIN.file, cipher=None, key_id=None)
+    ),
     "policy with a quoted metric": replace(PLAIN, keep='best(2, "val \\"x\\" loss", min)'),
     "empty file": replace(
         PLAIN, file=replace(PLAIN.file, digest=FileDigest(size_bytes=0, ranges=()))

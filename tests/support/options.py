@@ -415,14 +415,18 @@ def resumed(
     is_bare: bool = False,
     loads: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     batches: Sequence[int] = (),
+    value: float | None = None,
     **options: Any,
 ) -> object:
     """A resumption in a directory with one checkpoint; `loads` is how its object loads.
 
+    With `value`, that of its array.
+
     With `batches` what comes of them.
     """
     with CheckpointManager(directory, CheckpointConfig(**saved), prefix="net") as manager:
-        manager.save(1, state() if loads is None else {"object": Held()})
+        plain = state() if value is None else {"w": np.full(3, value)}
+        manager.save(1, plain if loads is None else {"object": Held()})
     target = None if loads is None else {"object": Held(loads)}
     if is_bare:
         (directory / manifest_name("net-1.ckpt")).unlink()

@@ -44,6 +44,7 @@ def checkpoint(
     problem: str | None = None,
     sequence: int | None = None,
     why: str = "policy",
+    health: str | None = None,
 ) -> Checkpoint:
     """Return a checkpoint of 100 bytes, saved `age` before NOW, committed in the order of the steps unless told."""
     return Checkpoint(
@@ -57,6 +58,7 @@ def checkpoint(
         size_bytes=100,
         metrics=metrics or {},
         pins=pins,
+        health=health,
         state=state,
         problem=problem,
     )
@@ -103,6 +105,7 @@ def histories() -> st.SearchStrategy[list[Checkpoint]]:
         pins=st.sampled_from([(), (), (), (Pin(name="paper"),)]),
         sequence=st.integers(0, 20) | st.none(),
         why=st.sampled_from(["policy", "policy", "policy", "exception: KeyboardInterrupt"]),
+        health=st.sampled_from([None, None, "not finite: w"]),
         state=st.sampled_from(
             [State.OK, State.OK, State.UNVERIFIED, State.CORRUPT, State.LEFTOVER]
         ),

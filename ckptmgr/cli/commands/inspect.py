@@ -224,6 +224,9 @@ def _facts(contents: FileSummary) -> Iterator[tuple[str, str]]:
             yield "policy", manifest.keep
         if manifest.stats.get("write_s"):
             yield "cost", ", ".join(_costs(manifest.stats, contents.stored_bytes))
+    if checkpoint.health is not None:
+        counted = 0 if manifest is None else int(manifest.stats.get("not_finite", 0))
+        yield "health", f"{checkpoint.health} ({render.counted(counted, 'element')})"
     if checkpoint.metrics:
         metrics = sorted(checkpoint.metrics.items())
         yield "metrics", " ".join(f"{name}={render.number(value)}" for name, value in metrics)

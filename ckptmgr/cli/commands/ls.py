@@ -144,6 +144,9 @@ def _print(
         if one.past is not None and one.state != one.checkpoint.state.value:
             name, age = one.shown_name(output.root), render.age(one.past.at, now)
             output.line(f"{name}: verify found it {one.state} {age}: {one.past.problem}")
+    for one in own:
+        if one.checkpoint.health is not None:
+            output.line(f"{one.shown_name(output.root)}: {one.checkpoint.health}")
     if own and all(one.checkpoint.state is State.OTHER_KEY for one in own):
         output.line("wrong key: none of these checkpoints was written under the given one")
     for one in shown:
@@ -186,4 +189,6 @@ def _tags(checkpoint: Checkpoint) -> str:
     tags = [*(f"@{pin.name}" for pin in checkpoint.pins), *checkpoint.tags]
     if checkpoint.is_emergency:
         tags.append("emergency")
+    if checkpoint.health is not None:
+        tags.append("unhealthy")
     return " ".join(tags) or "-"

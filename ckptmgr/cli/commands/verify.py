@@ -369,6 +369,8 @@ def _print(output: Output, answer: Verification, root: Path | None) -> None:
         parts.append(f"  checked {', '.join(answer.checked)}")
     if answer.unchecked:
         parts.append(f"; not checked: {'; '.join(answer.unchecked)}")
+    if answer.checkpoint.health is not None and not answer.nonfinite:
+        parts.append(f"; {answer.checkpoint.health}")
     for name, (nan_count, inf_count) in answer.nonfinite.items():
         parts.append(f"; {name} has {nan_count} NaN, {inf_count} Inf")
     word = answer.status.value

@@ -18,6 +18,7 @@ from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.finite import FiniteWatch
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.buffers import buffer_bytes
@@ -25,7 +26,9 @@ from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.devices import accelerators, synchronize
+from ckptmgr.state.skeleton import types_of_bytes
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.model import health_of
 from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # a plain save needs none of these
@@ -86,6 +89,8 @@ def save_items(
             # A compressed file may take next to nothing for a text.
             stored_bytes = 0 if options.compression_level is not None else image.size
             check_documents(order.metadata, stored_bytes=stored_bytes)
+        finite = FiniteWatch(_true_types(order))
+        image.watch_finite(finite)
         if on_used is not None:
             image.watch_uses(on_used)
         size_bytes, write_content = _writing(image, options)
@@ -106,9 +111,21 @@ def save_items(
                     check_written(stored, written.digest, path=path)
                 figures["verify_s"] = time.perf_counter() - started - figures["until_synced_s"]
             figures["buffer_bytes"] = buffer_bytes()
-            manifest = order.draft.completed(_entry(order, written.digest), figures)
+            health = None
+            if finite.first is not None:
+                figures["not_finite"] = finite.count
+                health = health_of(finite.first, is_encrypted=options.key is not None)
+            manifest = order.draft.completed(_entry(order, written.digest), figures, health=health)
             new.publish(manifest)
     return manifest
+
+
+def _true_types(order: SaveOrder) -> Mapping[str, str]:
+    """Return the types of the tensors that are stored as bytes, by name."""
+    from ckptmgr.files.load.state import SKELETON
+
+    skeleton = (order.metadata or {}).get(SKELETON)
+    return {} if skeleton is None else types_of_bytes(skeleton)
 
 
 def _entry(order: SaveOrder, digest: FileDigest) -> FileEntry:

@@ -301,6 +301,8 @@ def _entry(
     why = [reason.detail for reason in reasons]
     if checkpoint.problem is not None and not any(checkpoint.problem in one for one in why):
         why.insert(0, checkpoint.problem)
+    if checkpoint.health is not None:
+        why.insert(0, checkpoint.health)
     if past is not None and past.is_bad:
         fate = Fate.DAMAGED
         why.insert(0, f"verify found it {past.status}: {past.problem or 'no reason is recorded'}")

@@ -41,6 +41,7 @@ from ckptmgr.store.manifest.fields import (
     utc_time,
 )
 from ckptmgr.store.manifest.model import (
+    NOT_FINITE,
     PLACEHOLDER,
     SUFFIX,
     FileEntry,
@@ -252,6 +253,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         **({} if manifest.keep is None else {"keep": manifest.keep}),
         **({} if manifest.keep_at is None else {"keep_at": manifest.keep_at}),
         "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
+        **({} if manifest.health is None else {"health": _plain_health(manifest)}),
         **({"revision": manifest.revision} if manifest.revision else {}),
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
@@ -262,6 +264,11 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         preserved = manifest.replaces.preserved
         document["replaces"] = replaced if preserved is None else {**replaced, "kept": preserved}
     return document
+
+
+def _plain_health(manifest: Manifest) -> str | None:
+    """Return the health without the name of a tensor of a file that was encrypted since its save."""
+    return manifest.health if manifest.file.cipher is None else NOT_FINITE
 
 
 def entry_to_document(entry: FileEntry) -> dict[str, Any]:
@@ -317,6 +324,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
         keep_at=optional_text(document.get("keep_at")),
         world_size=count(document["world"], "size"),
         stats=_figures(document["stats"]),
+        health=optional_text(document.get("health")),
         revision=count(document, "revision") if "revision" in document else 0,
         replaces=None if replaces is None else _replaced_from_document(replaces),
         previous=link_from_document(document.get("previous")),

@@ -29,6 +29,7 @@ _DIGEST = "[0-9a-f]{64}"
 _DIGESTS = rf'\[(?:(?:\n     "{_DIGEST}",)*+\n     "{_DIGEST}"\n    )?\]'
 _KEEP = r'(?:\n "keep": "(?:[ !#-\[\]-~]|\\["\\])*+",)?'  # names of metrics may be quoted
 _KEEP_AT = r'(?:\n "keep_at": "[0-9a-f]{32}",)?'
+_HEALTH = rf'(?:\n "health": "(?P<health>{_TEXT})",)?'
 _LAYOUT = re.compile(
     rf"""\{{
  "schema": "ckptmgr\.manifest/1",
@@ -48,7 +49,7 @@ _LAYOUT = re.compile(
  \}},
  "metrics": (?P<metrics>{_FIGURES}),
  "pins": \[\],{_KEEP}{_KEEP_AT}
- "stats": (?P<stats>{_FIGURES}),
+ "stats": (?P<stats>{_FIGURES}),{_HEALTH}
  "files": \[
   \{{
    "name": "(?P<name>{_NAME})",
@@ -90,9 +91,9 @@ def checkpoint_in(data: bytes, path: Path) -> Checkpoint | None:
         return None
     found = match.groups()
     series, step, attempt, epoch, sequence, saved_at, why = found[:7]
-    run_id, parents, start, world, metrics, stats, name = found[7:14]
-    size, kind, cipher, key_id, range_bytes, total, ranges = found[14:21]
-    previous_name, previous_sequence, previous_run, previous_id = found[21:]
+    run_id, parents, start, world, metrics, stats, health, name = found[7:15]
+    size, kind, cipher, key_id, range_bytes, total, ranges = found[15:22]
+    previous_name, previous_sequence, previous_run, previous_id = found[22:]
     is_plain = (
         name == path.name
         and not is_set_name(name)
@@ -143,6 +144,7 @@ def checkpoint_in(data: bytes, path: Path) -> Checkpoint | None:
         epoch=None if epoch == "null" else int(epoch),
         why=why,
         metrics=figures,
+        health=health,
         format=kind,
         cipher=cipher,
         key_id=key_id,

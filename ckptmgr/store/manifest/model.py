@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # slow to import, and needed with keys only
 
 SUFFIX = ".manifest.json"
 PLACEHOLDER = "foreign"
+NOT_FINITE = "not finite"
+_LONGEST_NAME = 500
 _ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
 _quoted = json.encoder.encode_basestring_ascii
 
@@ -52,6 +54,11 @@ def checkpoint_id(
         f',"why":{why},"world":{{"size":{world_size}}}}}'
     )
     return hashlib.sha256(_ID_PREFIX + text.encode()).hexdigest()
+
+
+def health_of(name: str, *, is_encrypted: bool) -> str:
+    """Return the health of a file whose tensor `name` is not finite; encrypted files keep names secret."""
+    return NOT_FINITE if is_encrypted else f"{NOT_FINITE}: {name[:_LONGEST_NAME]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +104,8 @@ class Manifest:
         keep_at: Mark of the address of an object store at which the run applied it; None in a directory.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
+        health: `not finite: NAME` of the first tensor with such floats, `not finite` of an encrypted
+            file; None where all are finite, and where no save has looked.
         revision: How often it was changed after the save; of two of one save the higher is the newer.
         replaces: The manifest of the data that has this name until the swap, or None.
         shards: The data files of a sharded checkpoint, by rank; else empty.
@@ -127,6 +136,7 @@ class Manifest:
     keep_at: str | None = None
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
+    health: str | None = None
     revision: int = 0
     replaces: Manifest | None = None
     shards: tuple[FileEntry, ...] = ()
@@ -192,9 +202,11 @@ class Manifest:
         """Return the manifest as it is after the swap."""
         return replace(self, replaces=None)
 
-    def completed(self, file: FileEntry, stats: Mapping[str, float]) -> Manifest:
-        """Return this draft with the data file that was written, and more `stats`."""
-        return replace(self, file=file, stats={**self.stats, **stats})
+    def completed(
+        self, file: FileEntry, stats: Mapping[str, float], *, health: str | None = None
+    ) -> Manifest:
+        """Return this draft with the data file that was written, its health, and more `stats`."""
+        return replace(self, file=file, stats={**self.stats, **stats}, health=health)
 
     def to_checkpoint(
         self, directory: Path, *, state: State = State.OK, problem: str | None = None
@@ -219,6 +231,7 @@ class Manifest:
             metrics=self.metrics,
             pins=self.pins,
             tags=self.tags,
+            health=self.health,
             state=state,
             format=self.file.format,
             cipher=self.file.cipher,
