@@ -108,23 +108,24 @@ class FiniteWatch:
             first, last = (-(-one // item) * item for one in (start, stop))
             self._note((index, start), tensor, not_finite(dtype, content[first:last]))
 
-    def see_parts(self, index: int, parts: Sequence[bytes | Tensor], content: memoryview) -> None:
-        """Look at small tensors that follow each other in a content, and what is between them."""
-        floats: dict[str, list[tuple[int, Tensor, memoryview]]] = {}
-        start = 0
-        for number, one in enumerate(parts):
-            if isinstance(one, bytes):
-                start += len(one)
-                continue
-            stop, dtype = start + one.spec.size_bytes, self._type_of(one)
-            if dtype is not None:
-                floats.setdefault(dtype, []).append((number, one, content[start:stop]))
-            start = stop
+    def see_parts(
+        self,
+        index: int,
+        parts: Sequence[bytes | Tensor],
+        starts: Sequence[int],
+        content: memoryview,
+    ) -> None:
+        """Look at small tensors among the parts of a content, which begin at `starts`."""
+        floats: dict[str, list[tuple[Tensor, int, int]]] = {}
+        for one, start, stop in zip(parts, starts, [*starts[1:], len(content)], strict=True):
+            if type(one) is Tensor and (dtype := self._type_of(one)) is not None:
+                floats.setdefault(dtype, []).append((one, start, stop))
         for dtype, found in floats.items():
-            if _TESTS[dtype](memoryview(b"".join([memory for _, _, memory in found]))):
+            joined = b"".join([content[start:stop] for _, start, stop in found])
+            if _TESTS[dtype](memoryview(joined)):
                 continue  # together, as a call for each takes longer than its bytes
-            for number, tensor, memory in found:
-                self._note((index, number), tensor, not_finite(dtype, memory))
+            for tensor, start, stop in found:
+                self._note((index, start), tensor, not_finite(dtype, content[start:stop]))
 
     def _type_of(self, tensor: Tensor) -> str | None:
         name = tensor.spec.dtype.name

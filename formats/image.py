@@ -154,7 +154,8 @@ class Image:
             for tensor in extent.tensors:
                 watch.see(index, tensor, content, start, stop)
         elif start == extent.start:  # all of it, as it is small
-            watch.see_parts(index, extent.content.parts, content)
+            run = extent.content
+            watch.see_parts(index, run.parts, run.starts, content)
 
     def wipe_copy(self, copy: memoryview) -> None:
         """Overwrite a copy of bytes of the image with zeros if the uses of its tensors are watched."""
@@ -228,6 +229,7 @@ class _Run:
 
     parts: tuple[bytes | Tensor, ...]
     tensors: tuple[Tensor, ...]  # those among the parts
+    starts: tuple[int, ...]  # of the parts, in bytes
 
     def __call__(self) -> memoryview:
         # As bytes: the garbage collector would visit each of many views, several times.
@@ -253,6 +255,7 @@ class ImageBuilder:
     def __init__(self) -> None:
         self._extents: list[Extent] = []
         self._run: list[bytes | Tensor] = []
+        self._starts: list[int] = []
         self._run_bytes = 0
 
     def add(self, data: bytes) -> None:
@@ -262,6 +265,7 @@ class ImageBuilder:
             self._extents.append(Extent.of(data))
         else:
             self._run.append(data)
+            self._starts.append(self._run_bytes)
             self._run_bytes += len(data)
 
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
@@ -273,6 +277,7 @@ class ImageBuilder:
             self.add_extent(Extent(content, 0, size_bytes, tensors=(tensor,)))
         elif size_bytes:
             self._run.append(tensor)
+            self._starts.append(self._run_bytes)
             self._run_bytes += size_bytes
             if self._run_bytes >= _RUN_BYTES:
                 self._end_run()
@@ -298,9 +303,9 @@ class ImageBuilder:
         if not self._run:
             return
         tensors = tuple([part for part in self._run if isinstance(part, Tensor)])
-        run = _Run(tuple(self._run), tensors)
+        run = _Run(tuple(self._run), tensors, tuple(self._starts))
         if tensors:
             self._extents.append(Extent(run, 0, self._run_bytes, tensors=tensors))
         else:
             self._extents.append(Extent.of(bytes(run())))
-        self._run, self._run_bytes = [], 0
+        self._run, self._starts, self._run_bytes = [], [], 0

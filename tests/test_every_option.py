@@ -133,6 +133,7 @@ RESUME = {
     "at": Probe(see.resumed, 7, {"saved": {}}),
     "allow_bare": Probe(see.resumed, True, {"saved": {}, "is_bare": True}),
     "only": Probe(see.resumed, "healthy", {"saved": {}, "value": np.nan}),
+    "renamed": Probe(see.resumed, {"missing": "v"}, {"saved": {}}),
     "skip_batches": Probe(see.resumed, 1, {"saved": {}, "batches": [1, 2]}),
     "read_back": Probe(see.resumed, False, {"saved": {}, "loads": see.changed}),
     "may_differ": Probe(see.resumed, ["held"], {"saved": {}, "loads": see.changed}),

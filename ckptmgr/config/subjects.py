@@ -141,6 +141,8 @@ class Resume:
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
         only: `healthy` passes over checkpoints whose floats are not finite, as `health` of their
             manifests says: those of a run that has diverged.
+        renamed: Stored names and what they are in the program now: `{"encoder.*": "backbone.*"}`. They
+            are renamed before the comparison; what does not fit then is refused as ever.
         skip_batches: Number of batches that the first loader of `manager.batches` is asked for and
             that are not given, to get past bad data; steps are not counted for them. A run that is
             started again without it goes on behind them once it has saved.
@@ -157,15 +159,17 @@ class Resume:
 
     Raises:
         TypeError: `at` is no number and no text; `may_differ` is one string, or has something else than strings;
-            `tolerance` is no mapping of names to numbers.
+            `tolerance` is no mapping of names to numbers; `renamed` is no dict of strings.
         ValueError: `start`, `only` or `on_difference` is no such word; a switch is no bool; a tolerance is no
-            number from 0 on; an option has no effect with another one.
+            number from 0 on; an option has no effect with another one; names in `renamed` differ in the
+            number of `*` or `/`.
     """
 
     start: Literal["newest", "new"] = "newest"
     at: int | str | None = None
     allow_bare: bool = False
     only: Literal["healthy"] | None = None
+    renamed: Mapping[str, str] | None = field(default=None, hash=False)
     skip_batches: int = 0
     read_back: bool = True
     may_differ: Sequence[str] = ()
@@ -194,6 +198,8 @@ class Resume:
             raise TypeError(f"may_differ must be a sequence of names, but got {given!r}")
         object.__setattr__(self, "may_differ", tuple(given))
         self._check_witness()
+        if self.renamed is not None:
+            object.__setattr__(self, "renamed", checked_renames(self.renamed))
         if self.start == "new":
             for name in [one for one in self.given if one != "start"]:
                 raise no_effect(name, "with start='new', which takes no checkpoint", "leave it out")
@@ -221,6 +227,20 @@ class Resume:
                 raise ValueError(
                     f"the tolerance of {name!r} must be a number from 0 on, but got {one!r}"
                 )
+
+
+def checked_renames(renames: object) -> dict[str, str]:
+    """Return stored and new names; raise TypeError or ValueError unless each pair is of one form."""
+    if not isinstance(renames, Mapping) or not all(
+        isinstance(one, str) for pair in renames.items() for one in pair
+    ):
+        raise TypeError(f"renamed must be a dict of stored names to new ones, but got {renames!r}")
+    for old, new in renames.items():
+        if not (old and new) or any(old.count(one) != new.count(one) for one in "*/"):
+            raise ValueError(
+                f"renamed: {old!r} and {new!r} must have as many '*' and '/', and not be empty"
+            )
+    return dict(renames)
 
 
 NEWEST = Resume()

@@ -8,7 +8,7 @@ Leftovers and unfinished files raise nothing, and an empty result is no error.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -316,7 +316,7 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
     """The checkpoints of a series, to be restored into `state`.
 
     `before_load` is called with the size of each in bytes before it is read; `only_healthy` passes
-    over those whose floats are not finite.
+    over those whose floats are not finite; `renames` are stored names and those of `state`.
     """
 
     def __init__(
@@ -326,11 +326,13 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
         *,
         allow_bare: bool = False,
         only_healthy: bool = False,
+        renames: Mapping[str, str] | None = None,
         before_load: Callable[[int], object] = lambda _: None,
     ) -> None:
         super().__init__(reader, reader.series, allow_bare=allow_bare)
         self._state = state
         self._only_healthy = only_healthy
+        self._renames = renames
         self._before_load = before_load
 
     def as_own(self, bare: Checkpoint) -> Checkpoint | None:
@@ -349,7 +351,7 @@ class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
                 hint='resume without Resume(only="healthy"), or from the start: Resume(start="new")',
             )
         self._before_load(checkpoint.size_bytes)
-        return self._reader.read(checkpoint, self._state)
+        return self._reader.read(checkpoint, self._state, renames=self._renames)
 
 
 class ChosenCandidate(StateCandidates):
@@ -361,9 +363,10 @@ class ChosenCandidate(StateCandidates):
         state: object,
         at: int | str,
         *,
+        renames: Mapping[str, str] | None = None,
         before_load: Callable[[int], object] = lambda _: None,
     ) -> None:
-        super().__init__(reader, state, before_load=before_load)
+        super().__init__(reader, state, renames=renames, before_load=before_load)
         self._at = at
 
     def listed(self) -> Sequence[Checkpoint]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from operator import index
 from typing import TYPE_CHECKING, NamedTuple
@@ -164,19 +164,21 @@ class SeriesReader:
         state: object = None,
         *,
         only: Sequence[str] | None = None,
+        renames: Mapping[str, str] | None = None,
     ) -> StoredState | InPlaceState:
         """Return one verified checkpoint, or only these parts of it, to be restored into `state`.
 
         Its tensors are in memory. If `state` can take them in place, they are still in the file,
-        which stays open.
+        which stays open. `renames` as in `StoredState`.
 
         Raises:
-            UnsupportedState: Parts are asked for, and `state` holds slices of larger tensors.
+            UnsupportedState: Parts are asked for, or other names, and `state` holds slices of
+                larger tensors.
         """
         sharded = self._sharded(checkpoint, state)
-        if sharded is not None and only is not None and self._has_slices(state):
+        if sharded is not None and (only is not None or renames) and self._has_slices(state):
             raise UnsupportedState(
-                "only has no effect on a state that holds slices of larger tensors",
+                f"{'renamed' if renames else 'only'} has no effect on a state that holds slices of larger tensors",
                 path=checkpoint.path,
                 hint="restore the whole state, or load the part in one process, without a layout",
             )
@@ -185,9 +187,10 @@ class SeriesReader:
 
             if only is not None:
                 return read_sharded(self.store, sharded, options=self._options).cut(only)
-            return read_sharded(
+            read = read_sharded(
                 self.store, sharded, options=self._options, state=state, slicer=self._slicer
             )
+            return replace(read, renames=renames)
         from ckptmgr.files.load.open import open_listed
 
         with contextlib.ExitStack() as stack:
@@ -197,7 +200,13 @@ class SeriesReader:
                 )
             )
             return verified_state(
-                opened, stack, path=checkpoint.path, manifest=manifest, state=state, only=only
+                opened,
+                stack,
+                path=checkpoint.path,
+                manifest=manifest,
+                state=state,
+                only=only,
+                renames=renames,
             )
 
     def values(self, checkpoint: Checkpoint) -> NamedValues:

@@ -125,14 +125,14 @@ class Path:
     def part_name(self, kind: StepKind, step: object) -> str:
         """Return the stored name of a tensor one step from here (the caller makes it unique)."""
         prefix = self._prefix or self._name_prefix()
-        name = (prefix[:-1] if kind == "object" else prefix + _escaped(step)) or "state"
+        name = (prefix[:-1] if kind == "object" else prefix + escaped(step)) or "state"
         # Names that begin with `__` belong to the file formats, such as `__metadata__`.
         return f"~{name}" if name[:2] == "__" else name
 
     def _name_prefix(self) -> str:
         """Return the prefix of the names of all tensors below; cached, as there may be many."""
         if self._prefix is None:
-            steps = [_escaped(at._step) for at in self._steps() if at._kind != "object"]
+            steps = [escaped(at._step) for at in self._steps() if at._kind != "object"]
             self._prefix = "".join([f"{step}/" for step in steps])
         return self._prefix
 
@@ -150,7 +150,8 @@ def _hex_if_long(step: object) -> str:
     return ""
 
 
-def _escaped(step: object) -> str:
+def escaped(step: object) -> str:
+    """Return a step as it is in the stored name of a tensor."""
     if type(step) is str and step.isascii() and "~" not in step and "/" not in step:
         return step
     if type(step) is int and -_MAX_SHORT_INT < step < _MAX_SHORT_INT:

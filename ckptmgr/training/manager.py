@@ -392,7 +392,7 @@ class CheckpointManager:
             facts["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
             doubts = () if found.doubt is None else (found.doubt,)
             fetched = () if found.fetched_from is None else (f"took {found.fetched_from}",)
-            facts["notes"] = (*notes_of(found.skipped), *doubts, *fetched)
+            facts["notes"] = (*notes_of(found.skipped), *doubts, *fetched, *found.notes)
         return found
 
     @property

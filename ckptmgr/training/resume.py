@@ -420,11 +420,14 @@ def _resume_state(
             state,
             allow_bare=how.allow_bare,
             only_healthy=how.only == "healthy",
+            renames=how.renamed,
             before_load=end_pause_if_long,
         )
         found, fetched_from = _find_with_mirror(writer, candidates, fetch, end_pause_if_long)
     else:
-        candidates = ChosenCandidate(reader, state, how.at, before_load=end_pause_if_long)
+        candidates = ChosenCandidate(
+            reader, state, how.at, renames=how.renamed, before_load=end_pause_if_long
+        )
         found, fetched_from = _find_chosen(writer, candidates), None
     skipped = found.skipped
     if found.newest is None:

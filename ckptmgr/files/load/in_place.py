@@ -20,7 +20,7 @@ from ckptmgr.core.notes import add_note
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.files.load.bulk import fill_arrays, read_through
 from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.files.load.state import DATA, SEEN, surroundings_in
+from ckptmgr.files.load.state import DATA, SEEN, surroundings_in, under_names
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.tensor import flat_memory
@@ -92,6 +92,7 @@ def in_place(
     *,
     skeleton: str,
     manifest: Manifest | None,
+    renames: Mapping[str, str] | None = None,
 ) -> InPlaceState | None:
     """Return a checkpoint that was verified and compared with `state`, or None.
 
@@ -117,6 +118,7 @@ def in_place(
 
     with contextlib.suppress(CkptmgrError, FormatError, CryptoError):
         seen = surroundings_in(opened.metadata.get(SEEN))
+        skeleton = under_names(skeleton, renames)
         plan = Restoration(state, skeleton, read, fill=fill, seen=seen)
         # A bool is checked again when it is read, which may be too late.
         for name in [name for name in plan.direct if arrays[name].dtype == np.bool_]:

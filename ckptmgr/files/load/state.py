@@ -133,7 +133,8 @@ class StoredState:
 
     `kept` lists paths in the state that no rank saved for this process, and that stay as they are.
     `data` says where the data loaders of the run stood, if it was saved with them, and `seen` what
-    its training depends on besides; see `state.surroundings`.
+    its training depends on besides; see `state.surroundings`. `renames` are applied when it is
+    compared; see `state.renames`.
     """
 
     path: Path
@@ -143,6 +144,7 @@ class StoredState:
     kept: tuple[str, ...] = ()
     data: str | None = None
     seen: str | None = None
+    renames: Mapping[str, str] | None = None
 
     @classmethod
     def read(
@@ -195,9 +197,8 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return plan_put_back(
-                state, self.skeleton, self._array, how, seen=surroundings_in(self.seen)
-            )
+            skeleton = under_names(self.skeleton, self.renames)
+            return plan_put_back(state, skeleton, self._array, how, seen=surroundings_in(self.seen))
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -221,21 +222,23 @@ def verified_state(
     manifest: Manifest | None,
     state: object,
     only: Sequence[str] | None = None,
+    renames: Mapping[str, str] | None = None,
 ) -> StoredState | InPlaceState:
     """Return the verified content of an opened file, or its parts `only`, to be restored into `state`.
 
     Its tensors are in memory. If `state` can take them in place, they are still in the file, and
-    what `file` closes stays open until then.
+    what `file` closes stays open until then. `renames` as in `StoredState`.
     """
     from ckptmgr.files.load.in_place import in_place
 
     skeleton = checked_skeleton(opened)
     if state is not None and skeleton is not None and only is None:
-        found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
+        found = in_place(opened, state, skeleton=skeleton, manifest=manifest, renames=renames)
         if found is not None:
             found.close_with(file.pop_all())
             return found
-    return StoredState.read(opened, path=path, manifest=manifest, only=only)
+    read = StoredState.read(opened, path=path, manifest=manifest, only=only)
+    return replace(read, renames=renames)
 
 
 def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> str:
@@ -255,6 +258,15 @@ def cut_skeleton(skeleton: str | None, only: Sequence[str], *, path: Path) -> st
         return part_of(skeleton, only)
     except StateMismatch as error:
         raise StateMismatch(error.message, path=path, hint=error.hint) from None
+
+
+def under_names(skeleton: str, renames: Mapping[str, str] | None) -> str:
+    """Return a skeleton under the names of the live state; raises as `renamed_skeleton`."""
+    if not renames:
+        return skeleton
+    from ckptmgr.state.renames import renamed_skeleton
+
+    return renamed_skeleton(skeleton, renames)
 
 
 def surroundings_in(seen: str | None) -> Surroundings | None:
