@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.state.arrays import array_bytes, to_tensor
+from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
 from ckptmgr.state.leaves import ARRAYS, Leaf, LeafForm, leaf_form
 from ckptmgr.state.paths import Node, Path, Place, unsupported
 from ckptmgr.state.scalars import encode_dtype
@@ -77,3 +78,19 @@ def foreign_leaf(value: object, place: Place, name: str) -> Leaf:
     node = encode_dtype(dtype.to_numpy())
     form = leaf_form("array", node, shape, dtype.item_bytes, spelling=dtype.name, finder=None)
     return _leaf(place, form, value, name, own.content)
+
+
+def stored_form(value: Any) -> Tensor:
+    """Return the nameless tensor that stores a plain array of any framework.
+
+    Raises:
+        UnsupportedState: No tensor does.
+    """
+    place = Path().place
+    if framework_of(value) == "torch":
+        from ckptmgr.state.torch_values import torch_leaf
+
+        return torch_leaf(value, place, "").tensor
+    if framework_of(value) == "numpy":
+        return array_leaf(np.asarray(value), place, "").tensor
+    return foreign_leaf(value, place, "").tensor

@@ -30,7 +30,7 @@ from blake3 import blake3
 
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.core.notes import add_note
-from ckptmgr.state.array_leaves import array_leaf, foreign_leaf
+from ckptmgr.state.array_leaves import stored_form
 from ckptmgr.state.arrays import described, framework_of
 from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.fill import are_alike, local_part
@@ -294,7 +294,7 @@ class StateComparison:
         if _has_fields(stored) and _has_fields(live) and id(stored) not in self._known:
             fields = [{name: one[name] for name in one.dtype.names} for one in (stored, live)]
             return [visit._replace(stored=fields[0], live=fields[1])]  # without what pads them
-        if not self._is_same(_tensor(stored), _tensor(live), self._known.get(id(stored))):
+        if not self._is_same(stored_form(stored), stored_form(live), self._known.get(id(stored))):
             is_alike = described(live) == described(stored)
             problem = "has other elements than the stored ones"
             kinds = f"is {described(live)}, stored is {described(stored)}"
@@ -365,17 +365,6 @@ def _split(value: Any, path: Path) -> object:
 
     found = split_tensor(value, path)
     return None if found is None else [str(found[0]), found[1]]
-
-
-def _tensor(value: Any) -> Tensor:
-    place = Path().place
-    if framework_of(value) == "torch":
-        from ckptmgr.state.torch_values import torch_leaf
-
-        return torch_leaf(value, place, "").tensor
-    if framework_of(value) == "numpy":
-        return array_leaf(np.asarray(value), place, "").tensor
-    return foreign_leaf(value, place, "").tensor
 
 
 def _generator_content(value: Any) -> object:

@@ -8,6 +8,7 @@
 | weak types of JAX arrays | set |
 | options of the process, such as the default type of torch | compared; a difference is a warning |
 | the stride of the steps | compared with the first step |
+| arrays of the objects that `state_dict()` leaves out | said |
 
 They are one JSON text beside the skeleton, encrypted with it. A fact that is as by default is
 absent. A row of flags is stored as its changes: `[3, 5]` are the parameters 3 and 4, in the order
@@ -49,6 +50,7 @@ class Surroundings:
         empty: Names of the containers and arrays that were empty when the run began; None where it did
             not say how it began.
         process: Options of the process.
+        left_out: Arrays that objects of the state hold, and that it does not return: path, type and shape.
         stride: The largest difference between two steps that ended one after the other; None if only
             one has.
     """
@@ -58,6 +60,7 @@ class Surroundings:
     weak: Sequence[str] | None = None
     empty: Sequence[str] | None = None
     process: Mapping[str, str] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
     stride: int | None = None
 
     @classmethod
@@ -67,6 +70,7 @@ class Surroundings:
         *,
         weak: Sequence[str] | None = None,
         empty: Sequence[str] | None = None,
+        left_out: Sequence[str] = (),
         stride: int | None = None,
     ) -> Surroundings:
         """Return those of the objects in a state, each with its name."""
@@ -76,6 +80,7 @@ class Surroundings:
             weak=weak,
             empty=empty,
             process=_process_options(),
+            left_out=left_out,
             stride=stride,
         )
 
@@ -108,7 +113,8 @@ class Surroundings:
         rows = [one[1:] for flags in self.flags.values() for one in flags.values()]
         if any(one >= other for row in rows for one, other in pairwise(row)):
             raise ValueError("changes of a flag in no order")
-        texts = [*(self.weak or ()), *(self.empty or ()), *self.process, *self.process.values()]
+        texts = [*(self.weak or ()), *(self.empty or ()), *self.left_out]
+        texts += [*self.process, *self.process.values()]
         is_step = self.stride is None or type(self.stride) is int
         if not (is_numbers and is_step and all(type(one) is str for one in texts)):
             raise ValueError("a value of another type")

@@ -154,7 +154,8 @@ class RunPast:
     `given_up` holds path and commit sequence of the checkpoints that a rollback went back behind;
     `kept` the snapshots, if there are any; `stride` the largest difference between two steps that
     ended one after the other, and None before the second one; `empty` names what was empty in the
-    state when the run began, and is None before a resumption; `measured` the metrics of steps, and
+    state when the run began, and is None before a resumption; `left_out` what its objects hold and no
+    checkpoint has, None before the first save; `measured` the metrics of steps, and
     whether a save had them.
     """
 
@@ -167,6 +168,7 @@ class RunPast:
         self.given_up: set[tuple[Path, int]] = set()
         self.stride: int | None = None
         self.empty: Sequence[str] | None = None
+        self.left_out: Sequence[str] | None = None
         self._built: Built | None = None
         self._seen_size = -1
         self._last_ended: int | None = None

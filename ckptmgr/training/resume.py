@@ -496,24 +496,29 @@ def _resume_state(
         doubt=found.doubt,
         kept=loaded.kept,
         is_inside_epoch=data.is_inside_pass,
-        notes=_notes(checkpoint, before),
+        notes=_notes(checkpoint, before, seen),
         fetched_from=fetched_from,
     )
 
 
-def _notes(checkpoint: Checkpoint, before: Sequence[Checkpoint]) -> list[str]:
-    """Return, and log, what a run should know of the checkpoint, given those of its line up to it."""
-    if checkpoint.health is None:
-        return []
-    finite = [one for one in before if one.is_countable and one.health is None]
-    way_out = (
-        f'the newest finite one is {finite[-1].name}: Resume(only="healthy") takes it'
-        if finite
-        else "no earlier one of its line is finite"
-    )
-    note = f"{checkpoint.name} is {checkpoint.health}; {way_out}"
-    _LOG.warning("%s", note)
-    return [note]
+def _notes(
+    checkpoint: Checkpoint, before: Sequence[Checkpoint], seen: Surroundings | None
+) -> list[str]:
+    """Return what a run should know of the checkpoint, given those of its line up to it."""
+    notes = []
+    if checkpoint.health is not None:
+        finite = [one for one in before if one.is_countable and one.health is None]
+        way_out = (
+            f'the newest finite one is {finite[-1].name}: Resume(only="healthy") takes it'
+            if finite
+            else "no earlier one of its line is finite"
+        )
+        notes.append(f"{checkpoint.name} is {checkpoint.health}; {way_out}")
+        _LOG.warning("%s", notes[0])
+    if seen is not None and seen.left_out:
+        some = _some(seen.left_out)
+        notes.append(f"objects of the state hold what no checkpoint has: {some}")
+    return notes
 
 
 def _compare_surroundings(

@@ -153,7 +153,17 @@ class StateSaver:
     def texts(self, flat: tree.FlatState, step: int) -> dict[str, str]:
         """Return the texts beside the skeleton of a state: its surroundings, and the loaders."""
         past = self._past
-        seen = Surroundings.of(flat.objects, weak=flat.weak, empty=past.empty, stride=past.stride)
+        if past.left_out is None:
+            from ckptmgr.state.left_out import left_out
+
+            past.left_out = left_out(flat)
+        seen = Surroundings.of(
+            flat.objects,
+            weak=flat.weak,
+            empty=past.empty,
+            left_out=past.left_out,
+            stride=past.stride,
+        )
         texts = {
             SEEN: seen.to_text(),
             DATA: None if self.data is None else self.data.to_text(step),

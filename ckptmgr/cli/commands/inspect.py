@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import key_options, options, render
-from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.core.sizes import rate_text, size_text
@@ -42,6 +42,9 @@ _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
 @click.option(
     "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
 )
+@click.option(
+    "--left-out", is_flag=True, help="Arrays that the objects of the state did not store."
+)
 @click.option("--stats", "has_stats", is_flag=True, help="Minimum, maximum, mean, NaN count.")
 @key_options.trust_options(has_public_key=True)
 @options.output_options
@@ -52,6 +55,7 @@ def inspect_command(
     directory: Path,
     series: str | None,
     pattern: str,
+    left_out: bool,
     has_stats: bool,
     given_trust: key_options.GivenTrust,
 ) -> int:
@@ -79,8 +83,32 @@ def inspect_command(
     if is_shown_as_plain(given_trust, selected.store):
         contents = replace(contents, checkpoint=as_plain(contents.checkpoint))
     output = render.make_output(ctx, selected.store.directory)
-    _show(output, contents, has_stats=has_stats)
+    if left_out:
+        _show_left_out(output, contents)
+    else:
+        _show(output, contents, has_stats=has_stats)
     return Exit.DONE
+
+
+def _show_left_out(output: Output, contents: FileSummary) -> None:
+    """Show what objects of the state held, and the checkpoint has not."""
+    from ckptmgr.files.load.state import SEEN, surroundings_in
+
+    if contents.plain is None:
+        raise UsageProblem(
+            "--left-out: the file is encrypted, and no key was given",
+            hint="pass --key: what is left out is encrypted as the state is",
+        )
+    seen = surroundings_in(contents.plain.metadata.get(SEEN))
+    found = () if seen is None else seen.left_out
+    if output.is_quiet:
+        output.names([one.encode("utf-8", "surrogatepass") for one in found])
+    elif output.is_text:
+        for one in found:
+            output.line(one)
+        output.line(f"{render.counted(len(found), 'array')} of objects of the state not stored")
+    if output.has_fields:
+        output.result([], {**_summary(contents), "left_out": list(found)})
 
 
 def _show(output: Output, contents: FileSummary, *, has_stats: bool) -> None:
@@ -112,6 +140,7 @@ def _summary(contents: FileSummary) -> dict[str, Json]:
         "parents": [] if manifest is None else list(manifest.parent_run_ids),
         "stats": {} if manifest is None else dict(manifest.stats),
         "is_content_shown": plain is not None,
+        "left_out": None,
         "plaintext_bytes": None if plain is None else plain.size_bytes,
         "compressed_bytes": None if plain is None else plain.compressed_bytes,
         "is_sealed": None if plain is None else plain.is_sealed,
