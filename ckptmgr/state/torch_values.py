@@ -33,6 +33,10 @@ from ckptmgr.state.scalars import decode_float, decode_shape
 from ckptmgr.state.torch_memory import memory_of_tensor, torch_bytes
 
 _PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
+_PARTS_HINT = (
+    "its parts are plain tensors: put the object that holds it into one whose state_dict() returns the parts that"
+    " __tensor_flatten__() names; docs/training.md has such a class, WithParts"
+)
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
 _STRIDED = torch.strided
@@ -104,7 +108,11 @@ def is_plain(value: torch.Tensor) -> bool:
 def split_tensor(value: torch.Tensor, path: Path) -> tuple[Node, dict[str, object]] | None:
     """Return the node and the parts of a sparse or quantized tensor; None for a plain one."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
+        hint = _PLAIN_HINT
+        if hasattr(value, "full_tensor"):
+            hint = _FULL_TENSOR_HINT
+        elif hasattr(value, "__tensor_flatten__"):
+            hint = _PARTS_HINT
         raise unsupported(path, f"is a {type(value).__qualname__}", hint)
     if is_plain(value):
         return None
