@@ -73,7 +73,7 @@ class RayCheckpointManager(CheckpointManager):
         options: As for `CheckpointManager`.
 
     Raises:
-        RuntimeError: This is no worker of Ray Train.
+        RuntimeError: This is no worker of Ray Train, but a trial of Ray Tune, or no process of Ray.
         ValueError: The directory is relative; `stop` has `after`; or there are several workers, and nothing by which
             they could save together.
         TypeError, CkptmgrError: As `CheckpointManager`.
@@ -87,7 +87,7 @@ class RayCheckpointManager(CheckpointManager):
         preemption_steps: int | None = 10,
         **options: Any,
     ) -> None:
-        context = ray.train.get_context()
+        context = _context()
         if not (_is_local() or Path(directory).is_absolute()):
             raise ValueError(
                 f"the directory {os.fspath(directory)!r} is relative, and a worker of Ray runs in a directory of Ray's"
@@ -304,6 +304,18 @@ def _outcome(waiting: Any) -> Lines | BaseException:
     except ray.exceptions.RayError as error:  # the worker died, its node was lost, ...
         outcome = error
     return outcome
+
+
+def _context() -> Any:
+    """Return the context of this worker; raise RuntimeError elsewhere."""
+    try:
+        return ray.train.get_context()
+    except DeprecationWarning as error:  # which Ray raises in a trial
+        raise RuntimeError(
+            "RayCheckpointManager is the manager of a worker of Ray Train, and this is a trial of Ray Tune: use"
+            " CheckpointManager here, with a directory or prefix for each trial, such as"
+            " prefix=ray.tune.get_context().get_trial_id(), and ray.tune.report; or start a trainer in the trial"
+        ) from error
 
 
 def _is_local() -> bool:

@@ -36,7 +36,7 @@ from ckptmgr.state.frames import (
 from ckptmgr.state.leaves import Leaf, plan_storage
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, Place, unsupported
 from ckptmgr.state.random import generator_key, generator_state
-from ckptmgr.state.records import JAX_KEY, is_jax_key, keras_way_out, record_of
+from ckptmgr.state.records import JAX_KEY, is_jax_key, record_of, way_out
 from ckptmgr.state.scalars import (
     ENCODERS,
     encode_atom,
@@ -202,9 +202,9 @@ class Flattener:
         if atom is not None:
             self._nodes.extend(atom)
             return True
-        way_out = keras_way_out(value)
-        if way_out is not None:
-            raise unsupported(path, f"is a {type_name(value)}", way_out)
+        hint = way_out(value)
+        if hint is not None:
+            raise unsupported(path, f"is a {type_name(value)}", hint)
         return False
 
     def _frame(self, value: Any, path: Path, depth: int) -> ContainerFrame | None:

@@ -131,7 +131,12 @@ def optimizer_problems(target: Any, stored: Mapping[Any, Any], path: Path) -> _P
         return
     groups, at = target.param_groups, path.key("param_groups")
     if len(groups) != len(stored_groups):
-        yield at, f"has {len(groups)} groups, stored are {len(stored_groups)}"
+        way_out = (
+            "add those that the saved run has added, with add_param_group, before the resumption"
+            if len(groups) < len(stored_groups)
+            else "add those that the saved run had not added yet after the resumption"
+        )
+        yield at, f"has {len(groups)} groups, stored are {len(stored_groups)}: {way_out}"
         return
     parameters: dict[Any, Any] = {}
     for index, (group, stored_group) in enumerate(zip(groups, stored_groups, strict=True)):

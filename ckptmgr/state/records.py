@@ -202,11 +202,18 @@ def is_nnx(value: object) -> bool:
     return nnx is not None and isinstance(value, nnx.State | nnx.Pytree)
 
 
-def keras_way_out(value: object) -> str | None:
-    """Return how to save a model or optimizer of Keras; None for all other values.
+def way_out(value: object) -> str | None:
+    """Return how to save a model or optimizer of Keras, or a module of Equinox; None for others.
 
-    With torch, a model passes for its `nn.Module`, without optimizer, metrics and seeds.
+    With torch, a model of Keras passes for its `nn.Module`, without optimizer, metrics and seeds.
     """
+    equinox: Any = sys.modules.get("equinox")
+    if equinox is not None and isinstance(value, equinox.Module):
+        return (
+            "store the arrays of the tree: arrays, static = eqx.partition(model, eqx.is_array), and in the state"
+            " jax.tree.leaves(arrays); then model = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays),"
+            ' start.state["model"]), static)'
+        )
     keras: Any = sys.modules.get("keras")
     kinds = [getattr(keras, name, None) for name in ("Model", "Optimizer")]
     if not isinstance(value, tuple(kind for kind in kinds if kind is not None)):

@@ -17,6 +17,7 @@ from typing import Any
 
 import ray
 import ray.train
+import ray.tune
 import torch
 from ray.train import CheckpointConfig as RayCheckpointConfig
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -165,6 +166,30 @@ def run(folder: Path, name: str, **cut: Any) -> dict[str, Any]:
     }
 
 
+def in_trial(folder: Path) -> dict[str, Any]:
+    """Return why a manager is refused in a trial of Ray Tune, and what the way out saves there."""
+    noted = folder / "noted"
+
+    def trial(config: dict[str, Any]) -> None:
+        problem = ""
+        try:
+            RayCheckpointManager(folder)
+        except RuntimeError as error:
+            problem = str(error)
+        prefix = ray.tune.get_context().get_trial_id()
+        with CheckpointManager(folder, prefix=prefix) as manager:
+            manager.save(1, {"n": 1})
+            name = manager.checkpoints()[0].name.replace(prefix, "TRIAL")
+        noted.write_text(json.dumps({"problem": problem, "saved": name}))
+        ray.tune.report({"loss": 1.0})
+
+    folder.mkdir()
+    storage = ray.tune.RunConfig(storage_path=f"{folder}-ray")
+    ray.tune.Tuner(trial, run_config=storage).fit()
+    found: dict[str, Any] = json.loads(noted.read_text())
+    return found
+
+
 def main(folder: Path) -> None:
     """Carry out all runs in one cluster, and note their results."""
     ray.init(
@@ -179,6 +204,7 @@ def main(folder: Path) -> None:
             "cut": run(folder, "cut", cut=CUT, killed=0),
             "again": run(folder, "cut"),
             "refused": json.loads((folder / "refused.json").read_text()),
+            "trial": in_trial(folder / "trial"),
         }
         place = folder / "preempted"
         result = TorchTrainer(

@@ -125,6 +125,12 @@ def test_workers_without_a_coordinator_are_refused_by_name(cluster: Cluster) -> 
     assert "TorchTrainer" in found["refused"]["many"]
 
 
+def test_trial_of_ray_tune_is_refused_with_the_way_out(cluster: Cluster) -> None:
+    _, found = cluster
+    assert "this is a trial of Ray Tune: use CheckpointManager here" in found["trial"]["problem"]
+    assert found["trial"]["saved"] == "TRIAL-1.ckpt"
+
+
 # ---------------------------------------------------------------------- in local mode
 
 

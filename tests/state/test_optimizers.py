@@ -99,6 +99,36 @@ def test_checkpoint_of_another_optimizer_is_refused_by_name(
         resume(tmp_path, saved, given)
 
 
+def test_group_that_was_added_in_the_middle_is_added_before_the_resumption(tmp_path: Path) -> None:
+    def with_late_group(model: Any) -> Any:
+        optimizer = OPTIM.Adam(model[0].parameters())
+        optimizer.add_param_group({"params": model[1].parameters(), "lr": 0.5})
+        return optimizer
+
+    with pytest.raises(StateMismatch, match="add those that the saved run has added, with add_par"):
+        resume(tmp_path, with_late_group, lambda m: OPTIM.Adam(m[0].parameters()))
+    state = resume(tmp_path, with_late_group, with_late_group)
+    assert [group["lr"] for group in state["optimizer"].param_groups] == [0.001, 0.5]
+
+
+def test_group_that_the_saved_run_had_not_added_yet_is_added_after_the_resumption(
+    tmp_path: Path,
+) -> None:
+    def early(model: Any) -> Any:
+        return OPTIM.Adam(model[0].parameters())
+
+    def with_late_group(model: Any) -> Any:
+        optimizer = early(model)
+        optimizer.add_param_group({"params": model[1].parameters()})
+        return optimizer
+
+    with pytest.raises(StateMismatch, match="had not added yet after the resumption"):
+        resume(tmp_path, early, with_late_group)
+    state = resume(tmp_path, early, early)
+    state["optimizer"].add_param_group({"params": state["model"][1].parameters()})
+    step(state)
+
+
 def test_hyperparameters_of_the_checkpoint_hold(tmp_path: Path) -> None:
     state = resume(tmp_path, adamw, lambda m: OPTIM.AdamW(m.parameters(), lr=0.5))
     assert state["optimizer"].param_groups[0]["lr"] == 0.001
