@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of a compared resume, of the record of a step, and of a batch with a fingerprint: `python -m tools.bench.proof`.
+"""Cost of a compared resume, of records, fingerprints, and the look at floats: `python -m tools.bench.proof`.
+
+Records are of steps, fingerprints of batches; a save looks for floats that are not finite.
 
 All are measured in turns with what they are compared with, so that other work on the machine meets
 both; shown are medians, and ratios of medians.
@@ -13,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +82,27 @@ def of_resumes(mebibytes: int) -> list[str]:
     return lines
 
 
+def of_saves(mebibytes: int, format: str) -> list[str]:
+    """Return the lines about saves of floats, and of the same bytes as integers, which nobody looks at."""
+    count = (mebibytes << 20) // _TENSORS // 4
+    floats = [np.full(count, index, np.float32) for index in range(_TENSORS)]
+    states = [
+        {f"w{index}": one.view(dtype) for index, one in enumerate(floats)}
+        for dtype in (np.int32, np.float32, np.int16, np.float16)
+    ]
+    with tempfile.TemporaryDirectory() as name:
+        config = CheckpointConfig(format=format, keep="last(1)")
+        with CheckpointManager(name, config) as manager:
+            found = in_turns([partial(manager.save, 1, state) for state in states])
+    return [
+        f"save of {mebibytes} MiB as {format}, {kind}: {bare:.3f} s without the look, {full:.3f} s with it;"
+        f" CPU {bare_cpu:.3f} s, {full_cpu:.3f} s"
+        for kind, (bare, bare_cpu), (full, full_cpu) in zip(
+            ("float32", "float16"), found[::2], found[1::2], strict=True
+        )
+    ]
+
+
 def of_batches(size: int) -> str:
     """Return the line about batches of a size: a bare loop, and one over `manager.batches`."""
     count = max(4, min(_BATCHES, (1 << 30) // size))
@@ -135,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mebibytes", type=int, default=1024)
     given = parser.parse_args(arguments)
     print(of_records(), flush=True)
-    for line in [*of_resumes(given.mebibytes), *map(of_batches, _BATCH_BYTES)]:
+    works = [partial(of_saves, given.mebibytes, format) for format in ("ckpt", "safetensors")]
+    for work in [*works, partial(of_resumes, given.mebibytes)]:
+        print(*work(), sep="\n", flush=True)
+    for line in map(of_batches, _BATCH_BYTES):
         print(line, flush=True)
 
 
