@@ -534,7 +534,12 @@ def _carry_out(
     stats.commit_s += time.perf_counter() - committing  # an upload, or the votes of the ranks
     if blocked_since is not None:
         stats.blocked_s = time.perf_counter() - blocked_since
-    watch.durable(checkpoint.path, epoch=checkpoint.epoch, metrics=checkpoint.metrics)
+    watch.durable(
+        checkpoint.path,
+        epoch=checkpoint.epoch,
+        metrics=checkpoint.metrics,
+        health=checkpoint.health,
+    )
     begun.end()
     return checkpoint
 

@@ -171,8 +171,9 @@ class SaveWatch:
         *,
         epoch: int | None = None,
         metrics: Mapping[str, float] = _NO_METRICS,
+        health: str | None = None,
     ) -> None:
-        """Emit `save.durable`."""
+        """Emit `save.durable`, with the health of the checkpoint as a note."""
         stats = self._stats
         if stats.staged_bytes:
             self.staged(stats)  # the staging thread may not have emitted it yet
@@ -183,6 +184,7 @@ class SaveWatch:
             size_bytes=stats.size_bytes,
             figures=figures_of(stats),
             metrics=metrics,
+            notes=() if health is None else (health,),
         )
 
     def ended_with(self, error: BaseException | None) -> None:

@@ -620,6 +620,7 @@ class CheckpointManager:
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint without known damage, or None; leftovers raise nothing.
 
+        One whose floats are not finite (`health`) only where the run has no other.
         Where several runs share the series: of this run, if it has saved or resumed; else of the
         one that `resume` would go on from. `run_id` of the checkpoint names it.
         """

@@ -198,7 +198,8 @@ class Resumed:
         skipped: The newer checkpoints that were skipped, with the reasons.
         kept: Names that no rank saved for this one when there are more ranks than before; `values`
             lacks them.
-        doubt: Why a newer checkpoint probably exists or existed, as in `Resumption`; or None.
+        doubt: Why a newer checkpoint probably exists or existed, as in `Resumption`, and whether the
+            floats of this one are not finite; or None.
     """
 
     checkpoint: Checkpoint
@@ -357,7 +358,11 @@ def resume_values(
         return Found(newest=None, skipped=found.skipped, doubt=found.doubt)
     checkpoint, (values, manifest) = found.newest
     writer.continue_from(checkpoint, manifest)
-    return Found(newest=(checkpoint, values), skipped=found.skipped, doubt=found.doubt)
+    health = None if checkpoint.health is None else f"{checkpoint.name} is {checkpoint.health}"
+    if health is not None:
+        _LOG.warning("%s", health)
+    doubt = "; ".join(one for one in (found.doubt, health) if one is not None) or None
+    return Found(newest=(checkpoint, values), skipped=found.skipped, doubt=doubt)
 
 
 def resume_state(
@@ -514,7 +519,8 @@ def _notes(
             else "no earlier one of its line is finite"
         )
         notes.append(f"{checkpoint.name} is {checkpoint.health}; {way_out}")
-        _LOG.warning("%s", notes[0])
+    for note in notes:
+        _LOG.warning("%s", note)
     if seen is not None and seen.left_out:
         some = _some(seen.left_out)
         notes.append(f"objects of the state hold what no checkpoint has: {some}")

@@ -16,13 +16,16 @@ from ckptmgr import (
     Checkpoint,
     CheckpointConfig,
     CheckpointManager,
+    ModelCheckpoint,
     Ranks,
     Resume,
     UnsupportedCheckpoint,
     save_checkpoint,
 )
+from ckptmgr.events import Event
 from tests.cli.running import key_file, run, run_json
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support.surface import Loop
 
 NAN, INF = float("nan"), float("inf")
 LARGE = 3_000_001  # elements: a chunk boundary cuts one of most types
@@ -263,6 +266,15 @@ def test_healthy_resume_without_a_healthy_checkpoint_is_refused(tmp_path: Path) 
     assert start.step == 2
 
 
+def test_callback_that_resumes_what_is_not_finite_says_so(tmp_path: Path) -> None:
+    network = {"w": np.ones(2), "bias": array("float32")}
+    callback = ModelCheckpoint("net", str(tmp_path), CheckpointConfig(save_checkpoint_steps=1))
+    Loop(callbacks=(callback,), batch_num=10, network=network).run(1)
+    found = ModelCheckpoint("net", str(tmp_path), CheckpointConfig()).resume()
+    assert found is not None
+    assert found.doubt == "net-1_1.ckpt is not finite: bias"
+
+
 @pytest.mark.parametrize("other", [{"at": 3}, {"start": "new"}])
 def test_healthy_with_a_chosen_start_is_refused(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="only has no effect"):
@@ -308,6 +320,13 @@ def test_report_shows_the_health(tmp_path: Path) -> None:
     train(tmp_path / "runs", [3, 4], keep="all")
     assert run("report", tmp_path / "runs", "-o", tmp_path / "report.html").exit_code == 0
     assert "not finite: w" in (tmp_path / "report.html").read_text()
+
+
+def test_event_of_the_save_has_the_health(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with CheckpointManager(tmp_path, observe=events.append) as manager:
+        manager.save(1, {"w": array("float32")})
+    assert [one.notes for one in events if one.name == "save.durable"] == [("not finite: w",)]
 
 
 def test_json_has_the_health(tmp_path: Path) -> None:

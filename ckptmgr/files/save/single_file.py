@@ -132,7 +132,7 @@ def save_named(
             passed_s=cost.blocked_s,
         )
         watch.costs(cost)
-        watch.durable(path, epoch=manifest.epoch, metrics=manifest.metrics)
+        watch.durable(path, epoch=manifest.epoch, metrics=manifest.metrics, health=manifest.health)
     saved = manifest.to_checkpoint(path.parent)
     if options.has_manifest:
         return saved
