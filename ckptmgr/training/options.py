@@ -82,7 +82,7 @@ def resume_options(owner: str, given: Resume | None, old: Mapping[str, Any]) -> 
     """Return how to resume; raises as `run_options` and `Resume`.
 
     For one start the environment variable CKPTMGR_RESUME has the ways out of an error, in place of
-    the program: `may_differ=data,ema` and `at=1200`, with `;` between them.
+    the program: `may_differ=data,ema`, `only=healthy` and `at=1200`, with `;` between them.
     """
     if old:
         from ckptmgr.training.old_names import joined_resume
@@ -93,7 +93,9 @@ def resume_options(owner: str, given: Resume | None, old: Mapping[str, Any]) -> 
     if not text:
         return found
     _warn_of(text)
-    return replace(found, **_ways_out(text))
+    ways = _ways_out(text)
+    chosen = {"only": None, "allow_bare": False} if "at" in ways else {}
+    return replace(found, **chosen, **ways)
 
 
 @cache
@@ -107,9 +109,9 @@ def _ways_out(text: str) -> dict[str, Any]:
     ways: dict[str, Any] = {}
     for part in filter(None, map(str.strip, text.split(";"))):
         name, _, value = map(str.strip, part.partition("="))
-        if name not in ("at", "may_differ") or not value:
+        if name not in ("at", "may_differ", "only") or not value:
             raise ValueError(
-                f"{_VARIABLE} has may_differ=NAME,NAME or at=SELECTOR, with ; between them, but got {part!r}"
+                f"{_VARIABLE} has may_differ=NAME,NAME, only=healthy or at=SELECTOR, with ; between them, but got {part!r}"
             )
         names = tuple(one.strip() for one in value.split(","))
         ways[name] = names if name == "may_differ" else int(value) if value.isdigit() else value

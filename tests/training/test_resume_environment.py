@@ -52,6 +52,24 @@ def test_start_goes_back_beside_what_the_program_asks_for(
     assert CheckpointManager(saved(tmp_path)).resume({"ema": Halving(), "n": 0}, how).step == 1
 
 
+def test_chosen_checkpoint_wins_over_what_the_program_prefers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NAME, "at=1;may_differ=ema")
+    how = Resume(only="healthy")
+    assert CheckpointManager(saved(tmp_path)).resume({"ema": Halving(), "n": 0}, how).step == 1
+
+
+def test_start_takes_the_newest_healthy_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, CheckpointConfig(keep="all")) as manager:
+        manager.save(1, {"w": np.ones(2)})
+        manager.save(2, {"w": np.full(2, np.nan)})
+    monkeypatch.setenv(NAME, "only=healthy")
+    assert CheckpointManager(tmp_path).resume({"w": np.zeros(2)}).step == 1
+
+
 def test_adapter_takes_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NAME, "at=1; may_differ=ema")
     manager = FrameworkManager("Adapter", saved(tmp_path))
