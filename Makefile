@@ -194,7 +194,7 @@ KIT_TESTS_lightning := tests/kit/test_lightning_page.py tests/kit/test_lightning
 KIT_TESTS_ray := tests/kit/test_fleets.py
 .PHONY: kit
 kit: $(KIT_VENV)/.stamp ## cut real runs of a framework, and compare what they return (FRAMEWORK=torch)
-	@HF_HUB_OFFLINE=1 $(KIT_PY) $(PYTEST) -m kit tests/kit/test_$(FRAMEWORK).py $(KIT_TESTS_$(FRAMEWORK)) $(PYTEST_ARGS)
+	@HF_HUB_OFFLINE=1 $(KIT_PY) $(PYTEST) -m kit tests/kit/test_$(FRAMEWORK).py tests/kit/test_earlier.py $(KIT_TESTS_$(FRAMEWORK)) $(PYTEST_ARGS)
 
 # The adapters are judged here, because nothing else runs them; that of tokens only where there is one.
 .PHONY: providers

@@ -350,7 +350,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 "training": json.dumps(facts),
                 "random": random,
                 "generator": random.generator,
-                "counts": counts,
+                # Earlier versions do not know counts.
+                **({"counts": counts} if counts != _NO_COUNTS else {}),
             }
 
         return state
