@@ -68,12 +68,25 @@ class _Pass:
         return {
             "is_open": self.is_open,
             "count": count,
-            "fingerprint": self.fingerprint if count == self.count else None,
-            "before": self.before if count == self.count else (),
+            "fingerprint": self.fingerprint if at is None else at.fingerprint,
+            "before": self.before if at is None else at.before,
             "start": dict(self.start) if self.is_open else None,
             "generators": self.parts.generators() if at is None else at.generators,
             "epochs": self._own_epochs(),
             "loader": self.parts.loader.state_dict() if has_state and count == self.count else None,
+        }
+
+    def to_be_begun(self) -> dict[str, Any]:
+        """Return the state of a loader whose next pass is this one, of which no step has ended."""
+        return {
+            "is_open": False,
+            "count": 0,
+            "fingerprint": None,
+            "before": (),
+            "start": None,
+            "generators": self.start["generators"],
+            "epochs": self.start["epochs"],
+            "loader": None,
         }
 
     def _own_epochs(self) -> dict[str, int]:
@@ -88,6 +101,8 @@ class _Place(NamedTuple):
     of: _Pass
     batches: int
     generators: Mapping[str, object]
+    fingerprint: int | None
+    before: tuple[Mapping[str, object], ...]
 
 
 class _Noted(NamedTuple):
@@ -135,7 +150,7 @@ class DataState(Companion):
             self._warn_of_prefetching()
             self._close_left()
             places = {
-                name: _Place(one, one.count, one.parts.generators())
+                name: _Place(one, one.count, one.parts.generators(), one.fingerprint, one.before)
                 for name, one in self._passes.items()
                 if one.is_open
             }
@@ -205,9 +220,14 @@ class DataState(Companion):
             if len(places) < len(self._noted.places):  # another loader has ended beside them
                 places = {name: one for name, one in places.items() if one.of.is_iterated}
                 self._close_left()
+        again = {} if places else self._begun_again(step)
         if not places:  # the passes have ended since, and the program went on
-            random = self._random.state_dict()
-        loaders = {name: one.to_state(places.get(name)) for name, one in self._passes.items()}
+            begun = next(iter(again.values()), None)
+            random = self._random.state_dict() if begun is None else begun.start["random"]
+        loaders = {
+            name: one.to_be_begun() if name in again else one.to_state(places.get(name))
+            for name, one in self._passes.items()
+        }
         try:
             return pack(
                 {"version": _VERSION, "random": random, "loaders": {**self._pending, **loaders}}
@@ -216,6 +236,18 @@ class DataState(Companion):
             raise UnsupportedState(
                 f"the state of a data loader cannot be stored: {error.message}", hint=error.hint
             ) from error
+
+    def _begun_again(self, step: int) -> dict[str, _Pass]:
+        """Return the passes that have begun since the end of a step had another of the loader."""
+        noted = self._noted
+        if noted is None or noted.step != step:
+            return {}
+        return {
+            name: one
+            for name, one in self._passes.items()
+            if name in noted.places and noted.places[name].of is not one
+            if one.is_open and not one.parts.has_state
+        }
 
     def forget(self, *, skip: int = 0) -> None:
         """Begin again, without places."""

@@ -492,6 +492,12 @@ def _resume_state(
     if said is not None:
         _LOG.warning("%s", said)
     recorded = 0 if witness is None else witness.resumed(checkpoint, how, is_own=is_own)
+    if checkpoint.is_emergency:
+        _LOG.warning(
+            "%s was saved by an exception, which may have come inside the next step or a validation: the run may not go on"
+            " bit for bit. Resume(at=STEP) takes an earlier one",
+            checkpoint.path,
+        )
     return Resumption.at(
         checkpoint,
         restored,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, load_checkpoint
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, Stop, load_checkpoint
 from tests.support import api
 from tests.support.failingdisk import FailingDisk
 from tests.support.runs import manager_on
@@ -260,3 +260,39 @@ def test_failed_background_save_never_replaces_an_exception_that_refuses_notes(
     with pytest.raises(FrozenError) as caught:
         _train(manager_on(tmp_path, config, fs=disk), error, [{"w": np.ones(4)}])
     assert caught.value is error
+
+
+def _epochs(directory: Path, *, fails_at: int = 0) -> list[tuple[int, ...]]:
+    """Train three epochs of four batches, and fail at the beginning of a batch."""
+    state: dict[str, Any] = {"rng": np.random.default_rng(0), "seen": []}
+    config = CheckpointConfig(save_checkpoint_steps=100, exception_save=True)
+    with CheckpointManager(directory, config, stop=Stop(put_aside=False)) as manager:
+        start = manager.resume(state)
+        step = start.step
+        for epoch in range(start.next_epoch, 3):
+            for batch in manager.batches(range(4)):
+                if step + 1 == fails_at:
+                    raise ZeroDivisionError
+                state["seen"].append((epoch, batch, int(state["rng"].integers(99))))
+                step += 1
+                manager.step_end(step, state, epoch=epoch)
+            state["seen"].append((epoch,))
+    found: list[tuple[int, ...]] = state["seen"]
+    return found
+
+
+@pytest.mark.parametrize("fails_at", [7, 8, 9])
+def test_saved_step_goes_on_with_the_batch_of_the_exception(tmp_path: Path, fails_at: int) -> None:
+    expected = _epochs(tmp_path / "uncut")
+    with pytest.raises(ZeroDivisionError):
+        _epochs(tmp_path / "cut", fails_at=fails_at)
+    assert _epochs(tmp_path / "cut") == expected
+
+
+def test_resume_from_a_save_of_an_exception_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _fail_after(_manager(tmp_path), 2, ZeroDivisionError())
+    _manager(tmp_path).resume({"w": np.zeros(4, int)})
+    (said,) = (one for one in caplog.messages if "was saved by an exception" in one)
+    assert "may not go on bit for bit" in said
