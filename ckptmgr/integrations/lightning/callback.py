@@ -161,7 +161,10 @@ class LightningCheckpoints(*_bases()):  # type: ignore[misc]
 
     def latest(self) -> str | None:
         """Return the newest checkpoint for `ckpt_path=`; None for a first start."""
-        return None if self.manager.latest() is None else f"{SCHEME}{_LATEST}"
+        is_there = self.manager.latest() is not None or any(
+            one.is_emergency for one in self.manager.checkpoints()
+        )
+        return f"{SCHEME}{_LATEST}" if is_there else None
 
     def best(self, metric: str, mode: str = "min") -> str | None:
         """Return the checkpoint with the best value of a metric, for `trainer.test(ckpt_path=...)`."""

@@ -102,6 +102,12 @@ class TrainingLoaders:
                 " skips one batch: give %s a __len__, or save at the end of epochs",
                 type(loader).__name__,
             )
+        if getattr(loader, "persistent_workers", False):
+            _LOG.warning(
+                "the persistent workers of %s go on with the random numbers of an earlier epoch, which a resumed run does"
+                " not repeat, so it has another order: leave persistent_workers out",
+                type(loader).__name__,
+            )
         if self._is_asked_anew:
             self._made, self._is_asked_anew = [], False
         number = len(self._made)
