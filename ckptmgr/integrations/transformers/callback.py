@@ -43,9 +43,12 @@ from ckptmgr.integrations.transformers.checks import (
     check_model,
     check_optimizer,
     check_pass,
+    frozen_in,
     kinds_of,
+    restore_frozen,
     types_of,
     warn_about,
+    warn_of_loss,
 )
 from ckptmgr.integrations.transformers.files import random_of_trainer, text_of, weights_file
 from ckptmgr.state.global_random import GlobalRandom
@@ -84,6 +87,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._epoch_random: dict[str, object] = {}
         self._passes: int | None = None  # that have begun
         self._resumed_pass: int | None = None
+        self._frozen: list[str] | None = None  # parameters at the resumed step
         self._resumed: Checkpoint | None = None
         self._has_asked = False
         self._model: Any = None
@@ -92,7 +96,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._ended: tuple[Checkpoint, int, float | None] | None = None
         self._pending: tuple[Any, Mapping[str, Any]] | None = None  # of a step whose save waits
         self._metrics: dict[str, float] = {}
-        self._is_aside = self._owes_evaluation = False
+        self._is_aside = self._owes_evaluation = self._has_stopped = False
         self._began_from: Checkpoint | None = None
         self._folder = ""
         self._after_save: tuple[object, ...] | None = None
@@ -141,6 +145,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         }
         self._passes = self._resumed_pass = state.get("passes")
         self._owes_evaluation = state.get("owes_evaluation", False)
+        self._frozen = state.get("frozen")
         self._resumed = start.checkpoint
         self._given.close()
         self._folder = tempfile.mkdtemp(prefix="ckptmgr-resume-")
@@ -189,10 +194,10 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._check_is_entered()
         check_arguments(args)
         warn_about(args, is_resumed=self._saved_epoch is not None)
-        self._check_start(state, kwargs)
+        self._check_start(args, state, kwargs)
         self._training.close()
         self._training.enter_context(self.manager)
-        self._pending, self._is_aside = None, False
+        self._pending, self._is_aside, self._has_stopped = None, False, False
         resumed, self._resumed, self._ended = self._resumed, None, None
         self._began_from = resumed
         if resumed is not None and state.global_step >= state.max_steps:
@@ -228,6 +233,8 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             self._undo_step(state, kwargs)
             self._evaluate_resumed(state, control)
             return
+        if self._has_stopped:
+            return
         self._pending = state, kwargs
         self._put_aside(state, control)
         if not (control.should_log or control.should_evaluate or _is_whole(state)):
@@ -261,7 +268,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         self._end_step(control)
         self._training.close()
 
-    def _check_start(self, state: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_start(self, args: Any, state: Any, kwargs: Mapping[str, Any]) -> None:
         """Compare the state that the Trainer has loaded with the checkpoint; refuse it if it loads none."""
         self._model = kwargs["model"]
         self._check_model()
@@ -284,6 +291,9 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
         if types_of(kwargs["optimizer"].state_dict()) != self._stored_optimizer["types"]:
             stored: Any = self.manager.load(self._resumed, only="optimizer")
             keep_stored_types(kwargs["optimizer"], stored["optimizer"])
+        may_differ = "requires_grad" in self.manager.how.may_differ
+        restore_frozen(kwargs["model"], self._frozen, may_differ=may_differ)
+        warn_of_loss(args, state)
 
     def _check_model(self) -> None:
         """Raise StateMismatch if the model is known, and another than that of the checkpoint."""
@@ -327,6 +337,11 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             stops = self.manager.end_step(**self._ended_step(*self._pending))
             self._pending, self._metrics, self._is_aside = None, {}, False
             control.should_training_stop |= stops
+            if (
+                stops
+            ):  # the Trainer may train on a batch, and other callbacks end an epoch that is none
+                self._has_stopped = True
+                self._training.close()
 
     def _ended_step(
         self, state: Any, kwargs: Mapping[str, Any], *, owes_evaluation: bool = False
@@ -348,6 +363,7 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
                 "epoch_random": epoch_random,
                 "passes": passes,
                 "owes_evaluation": owes_evaluation,
+                "frozen": frozen_in(model),
                 "config": None if config is None else config.to_json_string(),
             }
             scaler = getattr(optimizer, "scaler", None)

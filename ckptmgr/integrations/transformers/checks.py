@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ WAYS_OUT = (
     "train with the model, the optimizer and the schedule that were saved, or begin a run in another directory;"
     " from_pretrained, or checkpoints.manager.load('latest', {'model': model}, only='model'), gives it the weights"
 )
-_SHOWN = 20
+_SHOWN, _FLAGS = 20, 8
+_LOG = logging.getLogger(__name__)
 
 
 def check_arguments(args: Any) -> None:
@@ -53,6 +55,49 @@ def warn_about(args: Any, *, is_resumed: bool) -> None:
             "the resumed run gets the first batches of the epoch again, because of ignore_data_skip=True",
             stacklevel=3,
         )
+    if is_resumed and args.dataloader_persistent_workers and args.dataloader_num_workers:
+        _LOG.warning(
+            "persistent workers go on with what an earlier epoch has drawn, and a resumed run does not repeat that: its"
+            " random numbers are others; set dataloader_persistent_workers=False"
+        )
+
+
+def warn_of_loss(args: Any, state: Any) -> None:
+    """Warn if the step to resume lies between two logs: the Trainer does not store the sum of losses."""
+    is_logged = {
+        "no": True,
+        "epoch": float(state.epoch or 0.0).is_integer(),
+        "steps": state.global_step % max(1, int(args.logging_steps)) == 0,
+    }
+    if not is_logged.get(str(getattr(args.logging_strategy, "value", args.logging_strategy)), True):
+        _LOG.warning(
+            "the first loss that the resumed run logs is the mean of its own steps: the Trainer does not store the losses"
+            " since the last log before step %d",
+            state.global_step,
+        )
+
+
+def frozen_in(model: Any) -> list[str]:
+    """Return the names of the parameters that do not train."""
+    return [name for name, one in model.named_parameters() if not one.requires_grad]
+
+
+def restore_frozen(model: Any, stored: Sequence[str] | None, *, may_differ: bool) -> None:
+    """Freeze and unfreeze parameters as in the saved step; warn where the program has them otherwise."""
+    if stored is None or may_differ:
+        return
+    others = sorted({*frozen_in(model)} ^ {*stored})
+    if not others:
+        return
+    for name, one in model.named_parameters():
+        one.requires_grad_(name not in stored)
+    shown = ", ".join(f"{name}: requires_grad is {name not in stored}" for name in others[:_FLAGS])
+    _LOG.warning(
+        "requires_grad was set otherwise than in the saved run, and is now as stored: %s%s. To keep that of the program:"
+        ' TrainerCheckpoints(..., resume=Resume(may_differ=["requires_grad"]))',
+        shown,
+        f" and {len(others) - _FLAGS} more" if len(others) > _FLAGS else "",
+    )
 
 
 def kinds_of(values: Mapping[str, Any]) -> dict[str, str]:
