@@ -128,6 +128,11 @@ test: $(VENV)/.stamp-test ## run the tests but the slow ones (PYTEST_ARGS=..., J
 campaign-resume: $(VENV)/.stamp-test ## 100,000 random states, restored and compared (minutes)
 	@CKPTMGR_EXAMPLES=100000 $(PY) -m pytest -q -n $(JOBS) tests/state/test_read_back_property.py
 
+.PHONY: campaign-grid
+campaign-grid: $(KIT_VENV)/.stamp ## end every feature of a framework anywhere, resume it, and write the table of its page (FRAMEWORK=torch)
+	@HF_HUB_OFFLINE=1 $(KIT_PY) -m ckptmgr.testing.grid --fork tests/kit/$(FRAMEWORK)_grid_programs.py:train \
+	    docs/$(if $(filter torch,$(FRAMEWORK)),testing,$(FRAMEWORK)).md
+
 .PHONY: test-slow
 test-slow: $(VENV)/.stamp-test ## run the slow tests
 	@$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) -m slow $(PYTEST_ARGS)

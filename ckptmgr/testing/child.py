@@ -29,6 +29,8 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
+from ckptmgr.testing.cell import Ending, Place, carry_out_cell
+
 NOT_IMPORTED = "cannot be imported"
 How = Literal["kill", "terminate", "interrupt", "nan"]
 _SIGNALS: Mapping[str, signal.Signals] = {
@@ -48,13 +50,19 @@ class Program(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildRun:
-    """One run: where it saves, how far it goes, where its final state goes, and its cut."""
+    """One run: where it saves, how far it goes, where its final state goes, and its cut.
+
+    That of a cell of a grid has a feature instead of steps, and an ending at a place as its cut.
+    """
 
     directory: str
     steps: int
     result: str
     how: How | None = None
     step: int = 0
+    feature: str = ""
+    ending: Ending | None = None
+    place: Place | None = None
 
     def order(self, program: str) -> str:
         """Return it as one line for a server."""
@@ -98,6 +106,10 @@ def carry_out(program: Program, run: ChildRun) -> None:
     from ckptmgr.files.state_file import save_state
     from ckptmgr.observe.observers import register
 
+    if run.feature:
+        cell: Any = program
+        save_state(carry_out_cell(cell, run), run.result)
+        return
     if run.how == "nan":
         _give_nan(run.step)
     elif run.how is not None:

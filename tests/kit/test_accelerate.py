@@ -17,8 +17,9 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, Ranks, Resume
 from ckptmgr.testing.child import find_program
+from ckptmgr.testing.grid import Cell
 from ckptmgr.testing.kit import differences
-from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.kit.cuts import KILLS_AT_EDGES, every_cut, every_pair
 from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
@@ -303,3 +304,10 @@ def test_page_runs_twice_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
         names: dict[str, Any] = {}
         exec(block.replace("step < 12", f"step < {end}"), names)  # noqa: S102 - our own page
         assert names["step"] == end
+
+
+@every_pair("tests/kit/accelerate_grid_programs.py:train", "docs/accelerate.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.cuts import every_cut
+from ckptmgr.testing.grid import Cell
+from tests.kit.cuts import every_cut, every_pair
 
 pytest.importorskip("flax", reason="needs flax: make kit FRAMEWORK=jax")
 
@@ -28,3 +29,10 @@ def test_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: dict[str, object] = {}
     exec(block, names)  # noqa: S102 - our own page
     assert names["step"] == 20
+
+
+@every_pair("tests/kit/jax_grid_programs.py:train", "docs/jax.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)

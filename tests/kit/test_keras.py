@@ -26,8 +26,9 @@ from ckptmgr import (
     UnsupportedState,
 )
 from ckptmgr.integrations.base import FrameworkManager
+from ckptmgr.testing.grid import Cell
 from ckptmgr.testing.kit import differences
-from tests.kit.cuts import KILLS_AT_EDGES, every_cut
+from tests.kit.cuts import KILLS_AT_EDGES, every_cut, every_pair
 from tests.kit.stops import TOLD, saved_and_killed
 from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
@@ -850,3 +851,10 @@ def test_count_that_a_checkpoint_names_is_set_only_if_it_is_one_of_the_callback(
 
 def test_earlier_name_is_the_same_class() -> None:
     assert CheckpointCallback is KerasCheckpoints
+
+
+@every_pair("tests/kit/keras_grid_programs.py:train", "docs/keras.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.kit.cuts import every_cut
+from ckptmgr.testing.grid import Cell
+from tests.kit.cuts import every_cut, every_pair
 
 lightning = pytest.importorskip("lightning", reason="needs lightning: make kit FRAMEWORK=lightning")
 torch = pytest.importorskip("torch")
@@ -489,6 +490,7 @@ def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, model=Failing(), config=config)
     assert [path for path in tmp_path.iterdir() if "2" in path.name]
+    assert fit(tmp_path, steps=6).global_step == 6  # though no other checkpoint is there
 
 
 @pytest.mark.usefixtures("quiet")
@@ -627,3 +629,10 @@ def test_configuration_with_interpolations_goes_on_where_the_program_has_the_sam
 
 def test_earlier_name_is_the_same_class() -> None:
     assert ours.ManagerCheckpoint is LightningCheckpoints
+
+
+@every_pair("tests/kit/lightning_grid_programs.py:train", "docs/lightning.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)

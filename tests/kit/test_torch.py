@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.kit.cuts import every_cut
+from ckptmgr.testing.grid import Cell
+from tests.kit.cuts import every_cut, every_pair
 
 pytest.importorskip("torch")
 pytest.importorskip("torchdata", reason="needs torchdata: make kit FRAMEWORK=torch")
 
-pytestmark = [pytest.mark.kit, pytest.mark.usefixtures("kit")]
+pytestmark = pytest.mark.kit
 LOADERS = ("stock", "workers", "stateful", "stateful_workers", "nodes", "threads", "process")
 PROGRAMS = {
     "examples/torch_loop.py:main": {"steps_per_epoch": 10, "keep": 2, "fork": True},
@@ -24,5 +25,13 @@ PROGRAMS = {
 
 
 @every_cut(PROGRAMS)
+@pytest.mark.usefixtures("kit")
 def test_loop_goes_on_as_if_it_had_not_been_cut(cut: str, check: Callable[[str], None]) -> None:
     check(cut)
+
+
+@every_pair("tests/kit/torch_grid_programs.py:train", "docs/testing.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from ckptmgr.testing.child import find_program
+from ckptmgr.testing.grid import Cell
 from ckptmgr.testing.kit import differences
-from tests.kit.cuts import every_cut
+from tests.kit.cuts import every_cut, every_pair
 from tests.kit.stops import TOLD, saved_and_killed
 from tests.test_examples import MOST_LINES, lines_of
 
@@ -140,3 +141,10 @@ def test_example_runs_as_printed(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE)]
     subprocess.run(command, cwd=tmp_path, capture_output=True, check=True)
     assert list((tmp_path / "runs").rglob("*-25.ckpt"))
+
+
+@every_pair("tests/kit/transformers_grid_programs.py:train", "docs/transformers.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)
