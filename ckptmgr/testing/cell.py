@@ -48,6 +48,8 @@ class Moments:
 
     def __init__(self, ending: Ending | None, place: Place | None) -> None:
         self._ending, self._place = ending, place
+        self._at = None if place is None else BATCH_OF[place]
+        self._is_in_validation = place == "in a validation"
         self.batches, self.is_cut = 0, False
 
     @property
@@ -63,12 +65,12 @@ class Moments:
     def batch(self) -> None:
         """Is called when a batch begins on which the program trains, before anything changes."""
         self.batches += 1
-        if self._place not in (None, "in a validation") and self.batches == BATCH_OF[self._place]:
+        if not self._is_in_validation and self.batches == self._at:
             self._end()
 
     def validation(self) -> None:
         """Is called inside each validation of the training."""
-        if self._place == "in a validation" and self.batches == BATCH_OF[self._place]:
+        if self._is_in_validation and self.batches == self._at:
             self._end()
 
     def _end(self) -> None:

@@ -490,7 +490,9 @@ def test_exception_save_saves_the_last_step(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, model=Failing(), config=config)
     assert [path for path in tmp_path.iterdir() if "2" in path.name]
-    assert fit(tmp_path, steps=6).global_step == 6  # though no other checkpoint is there
+    assert (
+        fit(tmp_path, 6, model=BoringModel()).global_step == 6
+    )  # though no other checkpoint is there
 
 
 @pytest.mark.usefixtures("quiet")

@@ -138,6 +138,7 @@ def test_run_that_does_not_stop_is_no_outcome(
 def test_outcome_may_be_better_than_the_page_and_not_worse() -> None:
     assert Outcome("=").is_within("\N{MINUS SIGN}1")
     assert Outcome("refused").is_within("refused")
+    assert Outcome("=").is_within("warned")
     assert not Outcome("\N{MINUS SIGN}1").is_within("=")
     assert not Outcome("warned").is_within("=")
     assert not Outcome("=").is_within("refused")
