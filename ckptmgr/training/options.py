@@ -94,7 +94,7 @@ def resume_options(owner: str, given: Resume | None, old: Mapping[str, Any]) -> 
         return found
     _warn_of(text)
     ways = _ways_out(text)
-    chosen = {"only": None, "allow_bare": False} if "at" in ways else {}
+    chosen: dict[str, Any] = {"only": None, "allow_bare": False} if "at" in ways else {}
     return replace(found, **chosen, **ways)
 
 

@@ -131,6 +131,13 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
                 number of batches.
             CkptmgrError, OSError: As `CheckpointManager.resume`.
         """
+        try:
+            return self._begin(model, dataset, epochs)
+        except BaseException:
+            self.manager.close()  # another one may resume
+            raise
+
+    def _begin(self, model: Any, dataset: Any, epochs: int) -> int:
         self._model, self._random, self._ended = model, None, None
         self._counts = self._resumed = None
         self._first_epoch = self._step = 0

@@ -337,9 +337,8 @@ class TrainerCheckpoints(TrainingBlock, TrainerCallback):  # type: ignore[misc, 
             stops = self.manager.end_step(**self._ended_step(*self._pending))
             self._pending, self._metrics, self._is_aside = None, {}, False
             control.should_training_stop |= stops
-            if (
-                stops
-            ):  # the Trainer may train on a batch, and other callbacks end an epoch that is none
+            if stops:
+                # The Trainer may train on a batch, and other callbacks end an epoch that is none.
                 self._has_stopped = True
                 self._training.close()
 
