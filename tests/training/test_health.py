@@ -333,3 +333,12 @@ def test_json_has_the_health(tmp_path: Path) -> None:
     train(tmp_path, [2], steps=2)
     found = [one["health"] for one in run_json("ls", tmp_path)["items"]]
     assert found == [None, "not finite: w"]
+
+
+def test_health_that_others_wrote_has_no_control_characters(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.full(2, np.nan)})
+    (path,) = tmp_path.glob("*.manifest.json")
+    path.write_text(path.read_text().replace("not finite: w", r"not finite: \u001b[31m\n"))
+    (found,) = CheckpointManager(tmp_path).checkpoints()
+    assert found.health == r"not finite: \x1b[31m\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core.model import Checkpoint, Link, Pin, State
+from ckptmgr.core.printable import MOST_CHARACTERS, printable
 from ckptmgr.core.shard_names import is_set_name, parse_shard_name
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.store.manifest.fields import time_text
@@ -231,7 +232,7 @@ class Manifest:
             metrics=self.metrics,
             pins=self.pins,
             tags=self.tags,
-            health=self.health,
+            health=None if self.health is None else printable(self.health, MOST_CHARACTERS),
             state=state,
             format=self.file.format,
             cipher=self.file.cipher,
