@@ -96,13 +96,14 @@ class _Pass:
 
 
 class _Place(NamedTuple):
-    """Where an open pass stood at the end of a step."""
+    """Where an open pass stood at the end of a step, and whether it had given a batch in that step."""
 
     of: _Pass
     batches: int
     generators: Mapping[str, object]
     fingerprint: int | None
     before: tuple[Mapping[str, object], ...]
+    is_used: bool
 
 
 class _Noted(NamedTuple):
@@ -140,7 +141,10 @@ class DataState(Companion):
         self._left_to_skip = 0
         self._skipped: str | None = None  # the loader whose batches are skipped
         self.is_inside_pass = False  # at the restore
-        self._fetching, self._fetch_end = 0, threading.Lock()  # the thread that waits for a batch
+        self._fetching: tuple[_Pass, int] | None = (
+            None  # a pass and the thread that wait for a batch
+        )
+        self._fetch_end = threading.Lock()
         self._empty: str | None = None  # the loader whose continued pass had no batch left
 
     def step_ended(self, step: int) -> None:
@@ -150,12 +154,23 @@ class DataState(Companion):
             self._warn_of_prefetching()
             self._close_left()
             places = {
-                name: _Place(one, one.count, one.parts.generators(), one.fingerprint, one.before)
+                name: _Place(
+                    one,
+                    one.count,
+                    one.parts.generators(),
+                    one.fingerprint,
+                    one.before,
+                    self._is_used(name, one),
+                )
                 for name, one in self._passes.items()
                 if one.is_open
             }
             own = threading.get_ident()
             self._noted = _Noted(step, self._random.state_dict(), places, own)
+
+    def _is_used(self, name: str, place: _Pass) -> bool:
+        earlier = None if self._noted is None else self._noted.places.get(name)
+        return earlier is None or earlier.of is not place or earlier.batches < place.count
 
     def marks(self, step: int) -> tuple[int, int]:
         """Return a mark of the batches of a step, and one of the global generators at its end.
@@ -167,7 +182,7 @@ class DataState(Companion):
             return 0, 0
         batch = 0
         for place in noted.places.values():
-            mark = place.of.fingerprint if place.of.is_iterated else None
+            mark = place.of.fingerprint if place.of.is_iterated and place.is_used else None
             if mark is not None:
                 batch = crc32(mark.to_bytes(4, "little"), batch) if batch else mark
         return batch, mark_of(noted.random)
@@ -371,7 +386,7 @@ class DataState(Companion):
         if noted is None or noted.thread != threading.get_ident():
             return
         at = noted.places.get(name)
-        if at is not None and at.of is place and at.batches == place.count:
+        if at is not None and at.of is place and at.is_used and _is_between_steps(noted):
             self.pass_ended(noted.step)
 
     def _fetched(self, iterator: Iterator[_T], place: _Pass) -> Iterator[_T]:
@@ -382,14 +397,14 @@ class DataState(Companion):
         while True:
             self.batch_asked()
             before = self._random.state_dict() if place.parts.is_ahead else None
-            self._fetching = threading.get_ident()
+            self._fetching = place, threading.get_ident()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return
             finally:
                 with self._fetch_end:
-                    self._fetching = 0
+                    self._fetching = None
             if before is not None:
                 place.before = (*place.before[-1:], before)
             yield batch
@@ -401,10 +416,15 @@ class DataState(Companion):
 
         The batch is given when the copy is made, so that only the loader's code runs meanwhile. What
         that changes must not be in the copy: the state of a loader that has one, and generators.
+        It must be the first batch of the next step: inside a step, and in a validation, the program
+        has changed the state. Of several passes that gave batches in a step none is surely the first.
         """
         noted = self._noted
         with self._fetch_end:
-            if noted is None or noted.step != step or self._fetching != noted.thread:
+            if noted is None or noted.step != step or not _is_between_steps(noted):
+                return None
+            used = [at.of for at in noted.places.values() if at.is_used]
+            if self._fetching is None or [self._fetching] != [(one, noted.thread) for one in used]:
                 return None
             if not all(self._is_as_noted(name, at) for name, at in noted.places.items()):
                 return None
@@ -534,6 +554,11 @@ class DataState(Companion):
         """Set the generators as they were at the save."""
         _set_generators(parts, at_save.generators, name)
         self._random.load_state_dict(at_save.random)
+
+
+def _is_between_steps(noted: _Noted) -> bool:
+    """Return whether no pass has given a batch since the end of a step."""
+    return all(at.of.count == at.batches for at in noted.places.values())
 
 
 class _Used(NamedTuple):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
@@ -93,9 +94,8 @@ DEFAULTS = {
 class Child:
     """A program that trains, and waits somewhere."""
 
-    def __init__(self, directory: Path, where: str, at: int = 0, **changes: Any) -> None:
-        text = PROGRAM.format(**{**DEFAULTS, **changes})
-        command = [sys.executable, "-c", text, str(directory), where, str(at)]
+    def __init__(self, text: str, *args: object) -> None:
+        command = [sys.executable, "-c", text, *map(str, args)]
         self.process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True)
 
     def line(self) -> str:
@@ -116,8 +116,12 @@ class Child:
         return self.process.returncode, output.splitlines()
 
 
+def begun(directory: Path, where: str, at: int = 0, **changes: Any) -> Child:
+    return Child(PROGRAM.format(**{**DEFAULTS, **changes}), directory, where, at)
+
+
 def end_of(directory: Path) -> str:
-    code, lines = Child(directory, "nowhere").rest()
+    code, lines = begun(directory, "nowhere").rest()
     assert code == 0
     return lines[-1]
 
@@ -129,9 +133,9 @@ def end_of(directory: Path) -> str:
 def test_stop_saves_the_last_step_while_the_program_waits_and_the_run_goes_on_bit_for_bit(
     tmp_path: Path, where: str, at: int, ask: str
 ) -> None:
-    child = Child(tmp_path / "cut", where, at, ask=ask).stop()
-    assert child.line() == f"saved {at}"
-    child.kill()
+    program = begun(tmp_path / "cut", where, at, ask=ask).stop()
+    assert program.line() == f"saved {at}"
+    program.kill()
     assert end_of(tmp_path / "cut") == end_of(tmp_path / "uncut")
 
 
@@ -139,15 +143,15 @@ def test_stop_saves_the_last_step_while_the_program_waits_and_the_run_goes_on_bi
     "mode", ["async_save='thread'", "async_save='process'", "enc_key=bytes(32)"]
 )
 def test_stop_saves_the_last_step_in_every_mode(tmp_path: Path, mode: str) -> None:
-    child = Child(tmp_path, "validation", BATCHES, config=mode).stop()
-    assert child.line() == f"saved {BATCHES}"
-    child.kill()
+    program = begun(tmp_path, "validation", BATCHES, config=mode).stop()
+    assert program.line() == f"saved {BATCHES}"
+    program.kill()
 
 
 def test_stop_saves_what_a_function_returned_when_the_pass_ended(tmp_path: Path) -> None:
-    child = Child(tmp_path, "validation", BATCHES, ended="lambda: state").stop()
-    assert child.line() == f"saved {BATCHES}"
-    child.kill()
+    program = begun(tmp_path, "validation", BATCHES, ended="lambda: state").stop()
+    assert program.line() == f"saved {BATCHES}"
+    program.kill()
     with CheckpointManager(tmp_path) as manager:
         found: Any = manager.load("latest")
     assert found["n"] == BATCHES
@@ -158,21 +162,21 @@ def test_stop_saves_what_a_function_returned_when_the_pass_ended(tmp_path: Path)
 def test_stop_is_answered_while_the_main_thread_runs_compiled_code(
     tmp_path: Path, where: str
 ) -> None:
-    child = Child(tmp_path, where, BATCHES, wait="ctypes.CDLL(None).poll(None, 0, 60_000)").stop()
-    assert child.line() == f"saved {BATCHES}"
-    child.kill()
+    program = begun(tmp_path, where, BATCHES, wait="ctypes.CDLL(None).poll(None, 0, 60_000)").stop()
+    assert program.line() == f"saved {BATCHES}"
+    program.kill()
 
 
 def test_second_signal_ends_the_program(tmp_path: Path) -> None:
-    child = Child(tmp_path, "validation", BATCHES, stop="Stop(grace=3600)").stop()
-    assert child.line() == f"saved {BATCHES}"
-    child.process.send_signal(signal.SIGTERM)
-    assert child.rest() == (-signal.SIGTERM, [])
+    program = begun(tmp_path, "validation", BATCHES, stop="Stop(grace=3600)").stop()
+    assert program.line() == f"saved {BATCHES}"
+    program.process.send_signal(signal.SIGTERM)
+    assert program.rest() == (-signal.SIGTERM, [])
 
 
 def test_program_that_never_calls_again_ends_by_the_signal_after_the_write(tmp_path: Path) -> None:
-    child = Child(tmp_path, "validation", BATCHES, stop="Stop(grace=0.3)").stop()
-    assert child.rest() == (-signal.SIGTERM, [f"saved {BATCHES}"])
+    program = begun(tmp_path, "validation", BATCHES, stop="Stop(grace=0.3)").stop()
+    assert program.rest() == (-signal.SIGTERM, [f"saved {BATCHES}"])
 
 
 NOTHING = {
@@ -190,15 +194,80 @@ def test_nothing_is_read_where_the_state_may_be_of_no_step(
     tmp_path: Path, where: str, changes: dict[str, Any]
 ) -> None:
     at = BATCHES if where == "validation" else BATCHES - 1  # inside a pass
-    child = Child(tmp_path, where, at, **{"stop": "Stop(grace=0.3)", **changes}).stop()
-    assert child.rest() == (-signal.SIGTERM, [])
+    program = begun(tmp_path, where, at, **{"stop": "Stop(grace=0.3)", **changes}).stop()
+    assert program.rest() == (-signal.SIGTERM, [])
+
+
+# Each has changed the weights since its last step when a batch is fetched.
+CHANGED_BEFORE_A_FETCH = {
+    "another pass begins, with averaged weights": """
+for step in manager.batches(range(1, 4)):
+    end(step)
+    state["w"][:] = -1.0
+    for _ in manager.batches(waits(0), name="validation"):
+        pass
+""",
+    "a step has several batches": """
+for count, _ in enumerate(manager.batches(waits(3)), 1):
+    state["w"] += 1.0
+    if count % 2 == 0:
+        end(count // 2)
+""",
+    "the batch of another loader is asked for inside the step": """
+others = iter(manager.batches(waits(2), name="others"))
+for step in manager.batches(range(1, 9)):
+    state["w"] += 1.0
+    next(others)
+    end(step)
+""",
+    "a loader that gave no batch of the last step": """
+measured = iter(manager.batches(waits(1), name="measured"))
+for step in manager.batches(range(1, 9)):
+    end(step)
+    if step % 3 == 1:
+        state["w"][:] = -1.0
+        next(measured)
+        state["w"][:] = 1.0
+""",
+}
+
+
+PASSES = """
+import select, sys
+import numpy as np
+from ckptmgr import CheckpointConfig, CheckpointManager, Stop
+
+def waits(after):
+    yield from range(after)
+    print("waits", flush=True)
+    while True:
+        select.select([], [], [], 60)
+
+def end(step):
+    manager.step_end(step, state)
+
+state = dict(w=np.zeros(3))
+told = lambda event: event.name == "save.durable" and print("saved", event.step, flush=True)
+config = CheckpointConfig(save_checkpoint_steps=100)
+with CheckpointManager(sys.argv[1], config, stop=Stop(grace=0.3), observe=told) as manager:
+    manager.resume(state)
+{loop}
+"""
+
+
+@pytest.mark.parametrize("loop", CHANGED_BEFORE_A_FETCH.values(), ids=CHANGED_BEFORE_A_FETCH)
+def test_nothing_is_read_at_a_fetch_of_batches_that_are_not_of_the_next_step(
+    tmp_path: Path, loop: str
+) -> None:
+    text = PASSES.format(loop=textwrap.indent(loop, "    "))
+    assert Child(text, tmp_path).stop().rest() == (-signal.SIGTERM, [])
 
 
 def test_exit_saves_no_step_again_that_a_stop_had_written(tmp_path: Path) -> None:
     until_written = "input(); return"
-    child = Child(tmp_path, "validation", BATCHES, epochs=1, wait=until_written, ask=ASK).stop()
-    assert child.line() == f"saved {BATCHES}"
-    code, (last,) = child.rest("go on\n")
+    program = begun(tmp_path, "validation", BATCHES, epochs=1, wait=until_written, ask=ASK).stop()
+    assert program.line() == f"saved {BATCHES}"
+    code, (last,) = program.rest("go on\n")
     assert (code, last.split()[0]) == (0, "end")
     assert [one.step for one in CheckpointManager(tmp_path).checkpoints()] == [BATCHES]
 
