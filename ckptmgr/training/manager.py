@@ -801,7 +801,7 @@ class CheckpointManager:
         )
         past.go_back(found.step, self.checkpoints())
         if self._witness is not None:
-            self._witness.start_over()
+            self._witness.rolled_back()
         return found
 
     def __enter__(self) -> Self:

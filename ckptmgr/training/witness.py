@@ -69,7 +69,12 @@ class _Waiting(NamedTuple):
 def _taken(value: Any) -> float | _Waiting:
     """Return a metric; of one on a device what becomes of it, without a wait."""
     found = _begun(value)
-    return found if isinstance(found, _Waiting) else float(found)
+    if isinstance(found, _Waiting):
+        return found
+    try:
+        return float(found)
+    except (TypeError, ValueError, OverflowError):  # the save refuses it
+        return NOT_GIVEN
 
 
 def _begun(value: Any) -> Any:
@@ -151,6 +156,12 @@ class Witness(Companion):
         self._waiting.clear()
         self._earlier, self._columns, self.result = {}, {}, Witnessed()
         self._is_begun, self._first, self._is_new = False, None, True
+
+    def rolled_back(self) -> None:
+        """Begin anew with the next step: a resumption before the next save must not find the old ones."""
+        is_begun, first = self._is_begun, self._first
+        self.start_over()
+        self._is_begun, self._first = is_begun, first
 
     def resumed(self, checkpoint: Checkpoint, how: Resume, *, is_own: bool) -> int:
         """Compare the steps from now on with those recorded after a checkpoint; return their number.

@@ -66,7 +66,7 @@ def packed_metrics(values: Sequence[float]) -> bytes:
 def packed(record: Record, number: int) -> bytes:
     """Return the bytes of a record."""
     step, metrics, batch, generators = record
-    body = _BODY.pack(step, metrics, number, batch, generators)
+    body = _BODY.pack(step, metrics, number % (1 << 32), batch, generators)
     return body + _CRC.pack(crc32(body))
 
 

@@ -200,6 +200,50 @@ def test_steps_after_a_rollback_are_compared_with_none_before_it(tmp_path: Path)
         assert manager.resume(state).recorded == 0
 
 
+def test_run_that_dies_after_a_rollback_is_compared_with_what_came_after_it(tmp_path: Path) -> None:
+    state = {"w": np.zeros(4)}
+
+    def rolled_back() -> None:
+        with CheckpointManager(tmp_path, NEVER, prefix="net") as manager:
+            manager.save(1, state)
+            for step in (2, 3):
+                manager.step_end(step, state, metrics={"loss": 1.0})
+            manager.rollback(state, steps_back=2)
+            manager.step_end(2, state, metrics={"loss": 2.0})
+            raise Died
+
+    with pytest.raises(Died):
+        rolled_back()
+    with CheckpointManager(tmp_path, NEVER, prefix="net") as manager:
+        assert manager.resume(state).recorded == 1
+        manager.step_end(2, state, metrics={"loss": 2.0})
+        assert str(manager.witness) == "continued; proven equal over 1 step"
+
+
+def test_pass_that_gives_no_batch_of_a_step_is_not_compared_in_it(tmp_path: Path) -> None:
+    batches = [np.full(2, float(index)) for index in range(9)]
+
+    def measured_at(last: int) -> CheckpointManager:
+        state = {"w": np.zeros(2)}
+        with CheckpointManager(tmp_path, NEVER, prefix="net") as manager:
+            step = manager.resume(state).step
+            others = iter(manager.batches(batches, name="others"))
+            for batch in manager.batches(batches):
+                step, state["w"] = step + 1, state["w"] + batch
+                if step in (2, 5):
+                    next(others)
+                manager.step_end(step, state)
+                if step == 3:
+                    manager.save(step, state)
+                if step == last:
+                    raise Died
+        return manager
+
+    with pytest.raises(Died):
+        measured_at(last=6)
+    assert str(measured_at(last=10).witness) == "continued; proven equal over 3 steps"
+
+
 def test_resumption_inside_a_run_is_compared_with_it(tmp_path: Path) -> None:
     state = {"w": np.zeros(4)}
     with CheckpointManager(tmp_path, NEVER, prefix="net") as manager:
@@ -236,6 +280,14 @@ def test_numbers_of_numpy_and_torch_are_compared(tmp_path: Path) -> None:
     loop(tmp_path, ones)
     again = [float(np.float32(0.1)), 0.5, 0.25, 1, 3.0]
     assert loop(tmp_path, again).witness.equal == len(ones)
+
+
+@pytest.mark.parametrize("metric", [np.array("x"), np.array(1j), np.array(object())])
+def test_metric_that_is_no_number_is_refused_by_the_save_and_not_compared(
+    metric: Any, tmp_path: Path
+) -> None:
+    assert loop(tmp_path, [{"loss": metric}, 1.0]).witness.difference is None
+    assert str(loop(tmp_path, [{"loss": metric}, 1.0]).witness).endswith("equal over 1 step")
 
 
 def test_metric_that_a_device_computes_is_recorded_with_its_own_step(tmp_path: Path) -> None:
@@ -359,6 +411,12 @@ def test_forged_record_only_warns(killed: Path, caplog: pytest.LogCaptureFixture
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 20
+
+
+def test_forged_number_at_the_end_of_its_range_ends_no_run(killed: Path) -> None:
+    step = packed(Record(DIED_AT, packed_metrics([NOT_GIVEN] * 5)), (1 << 32) - 1)
+    note(killed).write_bytes(note(killed).read_bytes()[:HEAD_BYTES] + step)
+    assert program(killed, DIED_AT + 2).returncode == 0
 
 
 def test_file_is_a_ring_of_a_bounded_number_of_steps() -> None:
