@@ -14,7 +14,7 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from weakref import WeakMethod
 
 from ckptmgr.core.forks import keep_in_child, reset_in_child
@@ -93,6 +93,26 @@ class _SignalThread:
 
 
 _present: _SignalThread | None = None
+_CAUGHT = (signal.SIGTERM, signal.SIGUSR1)
+_masks: dict[int, Collection[int]] = {}  # of threads that fork
+
+
+def _hold_back() -> None:
+    """Hold signals back while a process is forked: a child has the pipe of its parent at first."""
+    if _present is not None:
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
+        _masks[threading.get_ident()] = earlier
+
+
+def _let_through() -> None:
+    earlier = _masks.pop(threading.get_ident(), None)
+    if earlier is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+
+
+os.register_at_fork(
+    before=_hold_back, after_in_parent=_let_through, after_in_child=_let_through
+)  # after those of `forks`
 
 
 def listen(listener: Listener) -> None:

@@ -164,6 +164,33 @@ def test_forked_child_ends_by_the_signal_and_the_run_goes_on(tmp_path: Path) -> 
     assert found(tmp_path) == [(3, "end")]
 
 
+SIGNALLED_CHILD = """
+import os, select, signal, sys
+
+def told():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+os.register_at_fork(after_in_child=told)  # before those of ckptmgr
+from ckptmgr import CheckpointManager, Stop
+
+with CheckpointManager(sys.argv[1], stop=Stop(grace=0.3)) as manager:
+    manager.step_end(1, {"n": 1})
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    print(os.waitpid(child, 0)[1], flush=True)
+    select.select([], [], [], 1.5)
+    manager.step_end(2, {"n": 2})
+    print(manager.should_stop, flush=True)
+"""
+
+
+def test_signal_to_a_child_that_is_being_forked_is_none_of_the_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SIGNALLED_CHILD, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, [str(int(signal.SIGTERM)), "False"])
+
+
 PROGRAM = """
 import os, select, signal, sys
 from ckptmgr import CheckpointConfig, CheckpointManager, Stop
