@@ -150,6 +150,11 @@ class Witness(Companion):
         self._raises = False
         self.result = Witnessed()
 
+    def __del__(self) -> None:
+        """Close the file of a manager that nothing has closed."""
+        if hasattr(self, "_file"):
+            self._close()
+
     def start_over(self) -> None:
         """Begin anew with the next save: what is recorded is of another past."""
         self._close()

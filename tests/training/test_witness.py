@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -417,6 +418,17 @@ def test_forged_number_at_the_end_of_its_range_ends_no_run(killed: Path) -> None
     step = packed(Record(DIED_AT, packed_metrics([NOT_GIVEN] * 5)), (1 << 32) - 1)
     note(killed).write_bytes(note(killed).read_bytes()[:HEAD_BYTES] + step)
     assert program(killed, DIED_AT + 2).returncode == 0
+
+
+def test_manager_that_nothing_closes_leaves_no_file_open(tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/dev/fd"))
+    manager = CheckpointManager(tmp_path, NEVER, prefix="net")
+    manager.save(1, {"n": 1})
+    manager.step_end(2, {"n": 2}, metrics={"loss": 1.0})
+    del manager
+    gc.collect()
+    assert len(os.listdir("/dev/fd")) == before
 
 
 def test_file_is_a_ring_of_a_bounded_number_of_steps() -> None:
