@@ -22,6 +22,7 @@ program without them still works. Rules, each found by failing:
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import threading
@@ -350,7 +351,7 @@ class DataState(Companion):
         else:  # in the epoch of the save
             place, iterator = self._continued(parts, continued, at_save, name=name)
         self._passes[name] = place
-        first = place.count
+        first, asked_by = place.count, 0
         try:
             for batch in self._fetched(iterator, place):
                 place.count += 1
@@ -360,6 +361,7 @@ class DataState(Companion):
                     self._skipped = name
                     self._left_to_skip -= 1
                     continue
+                asked_by = _caller()
                 yield batch
             self._say_ended(name, place)
             is_empty = place.count == first
@@ -371,8 +373,11 @@ class DataState(Companion):
                 self._put_back(parts, at_save, name)
             place.is_open = False
             self._ended += 1
-        except GeneratorExit:  # the loop was left by `break`, and the next line of it has not run
-            self._say_ended(name, place)
+        except GeneratorExit:
+            if (
+                _caller() == asked_by
+            ):  # left by `break`; else a variable had it, and more has run since
+                self._say_ended(name, place)
             raise
         finally:
             place.is_iterated = False
@@ -554,6 +559,12 @@ class DataState(Companion):
         """Set the generators as they were at the save."""
         _set_generators(parts, at_save.generators, name)
         self._random.load_state_dict(at_save.random)
+
+
+def _caller() -> int:
+    """Return what identifies the frame that has called the generator that calls this."""
+    own = inspect.currentframe()
+    return id(own and own.f_back and own.f_back.f_back)
 
 
 def _is_between_steps(noted: _Noted) -> bool:

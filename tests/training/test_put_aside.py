@@ -48,6 +48,25 @@ def test_weights_that_a_program_loads_after_its_loop_are_not_saved(
     assert stored(tmp_path) == (stop or BATCHES, stop or BATCHES)
 
 
+def test_iterator_that_is_closed_later_than_its_loop_puts_nothing_aside(tmp_path: Path) -> None:
+    state = {"w": np.zeros(2)}
+
+    def train_and_measure(manager: CheckpointManager) -> None:
+        kept = iter(manager.batches(range(1, 9)))
+        for step in kept:
+            state["w"] += 1
+            manager.step_end(step, state)
+            if step == BATCHES:
+                break
+        state["w"][:] = -1.0  # weights that are measured
+
+    with CheckpointManager(tmp_path, NEVER_DUE) as manager:
+        manager.resume(state)
+        train_and_measure(manager)
+        state["w"][:] = float(BATCHES)
+    assert stored(tmp_path) == (BATCHES, BATCHES)
+
+
 def test_exception_after_the_loop_saves_the_step_as_it_ended(tmp_path: Path) -> None:
     state = {"w": np.zeros(2)}
     config = CheckpointConfig(save_checkpoint_steps=1000, exception_save=True)
