@@ -135,13 +135,19 @@ def cuts_of(run: Run, count: int, seed: int) -> list[int]:
 
 
 def compared(uncut: Run, resumed: Run) -> Compared:
-    """Compare the steps that two runs have recorded."""
+    """Compare the steps that two runs have recorded.
+
+    Generators that differ from the first step on are not seeded: if they are used, the rest differs.
+    """
     names = uncut.recorded.names
     if names != resumed.recorded.names:
         return Compared(0, f"other metrics: {', '.join(resumed.recorded.names)}")
-    equal = 0
-    for step, before in sorted(uncut.recorded.records.items()):
-        now = resumed.recorded.records.get(step)
+    equal, others = 0, resumed.recorded.records
+    steps = sorted(uncut.recorded.records.items())
+    first = next((step for step, _ in steps if step in others), None)
+    is_seeded = first is None or dict(steps)[first].generators == others[first].generators
+    for step, one in steps:
+        now, before = others.get(step), one if is_seeded else one._replace(generators=0)
         what = "" if now is None else difference_of(before, now, names, {})
         if what:
             return Compared(equal, f"step {step}: {what}")

@@ -36,6 +36,11 @@ def test_right_program_is_proven_at_each_cut(tmp_path: Path) -> None:
     assert {one.name.partition("-")[0] for one in runs.iterdir()} == {"uncut", "cut"}
 
 
+def test_generator_that_is_neither_seeded_nor_used_is_no_difference() -> None:
+    answer = run("prove", "--cuts", "2", "--seed", "5", *program("unused"))
+    assert answer.exit_code == 0, answer.output
+
+
 @pytest.mark.parametrize(
     ("kind", "difference", "state"),
     [
