@@ -25,6 +25,7 @@ BY_NAME = {
     # files that a user names, outside of a run, or the machine's
     "cli/__init__.py": "/dev/null in the place of closed streams",
     "cli/exits.py": "/dev/null",
+    "cli/commands/prove.py": "the directory of the runs that it starts, which a user names or nobody else knows",
     "cli/commands/report.py": "--events FILE; the page that -o names, by a random name and a rename",
     "parallel/layout.py": "a layout file that a user names",
     "parallel/mindspore/distributed.py": "a rank list that a user names",
@@ -34,6 +35,7 @@ BY_NAME = {
     "engine/spill.py": "the private folder of spilled memory",
     "integrations/transformers/callback.py": "the private folder that the Trainer reads",
     # programs of tests of a user
+    "testing/grid.py": "the page that a user names",
     "testing/kit.py": "results of runs, in a folder of the kit",
 }
 
