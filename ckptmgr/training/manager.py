@@ -814,7 +814,11 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Save the last step, if it is unsaved or `exception_save` asks for it; wait and close."""
+        """Save the last step, if it is unsaved or `exception_save` asks for it; wait and close.
+
+        The step is saved as it was when its pass over `batches` ended. A loop without such a pass
+        ends the block with its end: what it changes later, such as best weights that it loads, is saved.
+        """
         if error is None:
             try:
                 self._engine.wait()

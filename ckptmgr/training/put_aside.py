@@ -9,14 +9,13 @@ step and the end of its pass, which ask for the next batch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from ckptmgr.core.arguments import is_function, resolve_state
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.io.signal_thread import CHANGED, tell
 from ckptmgr.training.companions import Companion
 from ckptmgr.training.forecast import available_memory_bytes
 
@@ -26,9 +25,10 @@ if TYPE_CHECKING:
     from ckptmgr.state.tree import FlatState
     from ckptmgr.training.history import RunPast, UnsavedStep
 
-# A copy that takes less is never too dear.
-_FREE_S = 1e-3
-_FREE_BEFORE_VALIDATION_S = 0.05
+_SMALL_BYTES = (
+    16 << 20
+)  # a copy of less is always made: what the exit saves does not depend on the time
+_FREE_S = 0.05  # neither is one that takes less
 _SHARE = 0.01  # of the time since the last one
 
 
@@ -68,6 +68,7 @@ class PutAside(Companion):
         self._held: tuple[int, HeldState] | None = None
         self._cost_s = 0.0
         self._at = monotonic()
+        self.taken: Callable[[], None] = lambda: None  # called after each copy
 
     def pass_ended(self, step: int) -> None:
         """Copy the state of `step`, unless it is saved."""
@@ -78,34 +79,28 @@ class PutAside(Companion):
     def take_last(self) -> None:
         """Copy the state of the last step, unless it is saved; also one that a function returns."""
         if self._past.unsaved is not None:
-            self.take(self._past.unsaved, free_s=_FREE_BEFORE_VALIDATION_S)
+            self.take(self._past.unsaved)
 
-    def take(
-        self, last: UnsavedStep, *, free_s: float = _FREE_S, is_urgent: bool = False
-    ) -> HeldState | None:
+    def take(self, last: UnsavedStep, *, is_urgent: bool = False) -> HeldState | None:
         """Copy the state of a step and return it; None if it is saved, or the copy would be too dear.
 
         If it `is_urgent`, another thread asks, and the copy may cost anything. Slices are left alone:
         to gather them takes all ranks.
         """
-        from ckptmgr.engine.snapshots import SnapshotCache
-
         now, step = self._monotonic(), last.step
-        if self._past.progress.last.step == step or not (is_urgent or self._is_cheap(now, free_s)):
+        is_cheap = is_urgent or self._is_cheap(now)
+        if self._past.progress.last.step == step or (is_function(last.state) and not is_cheap):
             return None
         try:
             flat = self._flatten(resolve_state(last.state))
-            if not self._has_room(flat.size_bytes):
+            is_small = self._is_small(flat.size_bytes)
+            if not ((is_small or is_cheap) and self._has_room(flat.size_bytes, is_small=is_small)):
                 return None
             if is_urgent and flat.slices:
                 return None
-            cache = self._cache = self._cache or SnapshotCache(
-                self._engine.memory, ledger=self._engine.ledger
-            )
-            cache.put(step, flat.tensors)
+            copied = _copies(flat.tensors) if is_small else self._staged(step, flat.tensors)
         except Exception:  # no budget, or no state that can be stored: the exit raises it
             return None
-        copied = [one for one in cache.get(step).items if isinstance(one, Tensor)]
         texts = self._texts()
         if texts is None:  # the manager is gone
             return None
@@ -114,8 +109,16 @@ class PutAside(Companion):
         self._at = self._monotonic()
         took_s = self._at - now
         self._cost_s = min(took_s, self._cost_s or took_s)  # others only make it slower
-        tell(CHANGED)  # a stop may wait for it
+        self.taken()
         return held
+
+    def _staged(self, step: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        from ckptmgr.engine.snapshots import SnapshotCache
+
+        if self._cache is None:
+            self._cache = SnapshotCache(self._engine.memory, ledger=self._engine.ledger)
+        self._cache.put(step, tensors)
+        return [one for one in self._cache.get(step).items if isinstance(one, Tensor)]
 
     def drop(self) -> None:
         """Forget the copy."""
@@ -125,16 +128,23 @@ class PutAside(Companion):
         """Return the copy of the state of a step, if there is one."""
         return None if self._held is None or self._held[0] != last.step else self._held[1]
 
-    def _is_cheap(self, now: float, free_s: float) -> bool:
-        return self._cost_s <= max(free_s, _SHARE * (now - self._at))
+    def _is_cheap(self, now: float) -> bool:
+        return self._cost_s <= max(_FREE_S, _SHARE * (now - self._at))
 
-    def _has_room(self, size_bytes: int) -> bool:
+    def _is_small(self, size_bytes: int) -> bool:
+        budget = self._engine.ledger.host_room_bytes()
+        return size_bytes <= _SMALL_BYTES and (budget is None or size_bytes <= budget)
+
+    def _has_room(self, size_bytes: int, *, is_small: bool) -> bool:
         """Return whether the machine and the control group keep as much memory as the copy takes.
 
-        A run that saves in the foreground has never needed a second state in memory.
+        A run that saves in the foreground has never needed a second state in memory. The control
+        group is not asked about a small one, which takes less time.
         """
-        rooms = (self._available_bytes(), self._engine.ledger.group_room_bytes())
-        return all(room is None or 2 * size_bytes <= room for room in rooms)
+        group = None if is_small else self._engine.ledger.group_room_bytes()
+        return all(
+            room is None or 2 * size_bytes <= room for room in (self._available_bytes(), group)
+        )
 
     def state_of(self, last: UnsavedStep) -> object:
         """Return the state to save for the last step: the copy, where the live one has changed since."""
@@ -161,6 +171,15 @@ class PutAside(Companion):
         if self._cache is not None:
             self._cache.close()
             self._cache = None
+
+
+def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies outside of the staging memory, whose room takes longer to find."""
+    found = []
+    for one in tensors:
+        content = memoryview(bytes(one.content()))
+        found.append(Tensor(one.spec, lambda content=content: content))  # type: ignore[misc]
+    return found
 
 
 def _are_equal(one: FlatState, other: FlatState) -> bool:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakMethod
 
 from ckptmgr.core.arguments import is_function
-from ckptmgr.io.signal_thread import leave, listen
+from ckptmgr.io.signal_thread import CHANGED, leave, listen, tell
 from ckptmgr.training.companions import Companion
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class StopWriter(Companion):
         self._past, self._aside, self._data = past, aside, data
         self._save, self._monotonic = WeakMethod(save), monotonic
         self._writing = threading.RLock()
+        aside.taken = self._taken
         self._numbers: Collection[int] = ()
         self._asked_in_s: Callable[[], float | None] = lambda: None
         self._patience_s: Callable[[], float] = lambda: 0.0
@@ -77,6 +78,11 @@ class StopWriter(Companion):
         self._signals, self._asked_at = 0, None
         leave(self._woken)
         listen(self._woken)
+
+    def _taken(self) -> None:
+        """Wake the thread if a stop waits for the copy."""
+        if self._asked_at is not None:
+            tell(CHANGED)
 
     def _woken(self, told: bytes) -> float | None:
         self._signals += sum(map(told.count, self._numbers))

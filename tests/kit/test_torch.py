@@ -14,7 +14,16 @@ pytest.importorskip("torch")
 pytest.importorskip("torchdata", reason="needs torchdata: make kit FRAMEWORK=torch")
 
 pytestmark = pytest.mark.kit
-LOADERS = ("stock", "workers", "stateful", "stateful_workers", "nodes", "threads", "process")
+LOADERS = (
+    "stock",
+    "workers",
+    "stateful",
+    "stateful_workers",
+    "nodes",
+    "threads",
+    "process",
+    "best_after_loop",
+)
 PROGRAMS = {
     "examples/torch_loop.py:main": {"steps_per_epoch": 10, "keep": 2, "fork": True},
     **{

@@ -148,3 +148,39 @@ def test_cell_of_the_grid_is_as_its_page_says(
     cell: Cell, check_pair: Callable[[Cell], None]
 ) -> None:
     check_pair(cell)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
+def test_run_with_adapters_of_peft_is_loaded_into_them_and_refused_elsewhere(
+    tmp_path: Path,
+) -> None:
+    import torch
+    import transformers
+    from transformers import BertConfig, BertForSequenceClassification, Trainer
+
+    from ckptmgr import CheckpointManager, StateMismatch
+    from ckptmgr.integrations.transformers import TrainerCheckpoints, from_pretrained
+
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        small = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1}
+        config = BertConfig(**small, num_attention_heads=2, intermediate_size=32)
+        model = BertForSequenceClassification(config)
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"]))
+
+    tokens = torch.randint(0, 50, (8, 8))
+    data: Any = [{"input_ids": row, "labels": row.sum() % 2} for row in tokens]
+    quiet: Any = {"save_strategy": "no", "report_to": "none", "use_cpu": True}
+    args = transformers.TrainingArguments(f"{tmp_path}/logs", max_steps=2, **quiet)
+    model = adapted()
+    with TrainerCheckpoints(tmp_path / "runs") as checkpoints:
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[checkpoints])
+        trainer.train(resume_from_checkpoint=checkpoints.materialize())
+    with pytest.raises(StateMismatch, match=r"bert\.embeddings") as refused:
+        from_pretrained(BertForSequenceClassification, tmp_path / "runs")
+    assert "get_peft_model" in str(refused.value)
+    found = adapted()
+    CheckpointManager(tmp_path / "runs").load("latest", {"model": found}, only="model")
+    assert differences(model.state_dict(), found.state_dict()) == []

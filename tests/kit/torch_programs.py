@@ -81,6 +81,33 @@ def process(directory: str, steps: int) -> object:
     return _train(directory, steps, DataLoader(Noisy(), SIZE, shuffle=True), async_save="process")
 
 
+def best_after_loop(directory: str, steps: int) -> object:
+    """Load the weights with the smallest loss after the loop, before the block ends, as for an evaluation."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loss": 9.0, "best": None}
+    loader = DataLoader(Noisy(), SIZE, shuffle=True)
+    with CheckpointManager(directory, CheckpointConfig(save_checkpoint_steps=7)) as manager:
+        step = manager.resume(state).step
+        while step < steps and not manager.should_stop:
+            for x, y in manager.batches(loader):
+                loss: Any = nn.functional.mse_loss(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if loss.item() < state["loss"]:
+                    best = {name: one.clone() for name, one in model.state_dict().items()}
+                    state |= {"loss": loss.item(), "best": best}
+                step += 1
+                manager.step_end(step, state)
+                if step == steps or manager.should_stop:
+                    break
+        model.load_state_dict(state["best"])
+    return state
+
+
 def _train(directory: str, steps: int, loader: Any, **options: Any) -> object:
     torch.manual_seed(0)
     np.random.seed(0)
