@@ -24,7 +24,9 @@ class Loader:
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         # A generator of its own, which nothing saves.
         draw = self._draw
-        return iter([np.arange(4.0) * float(index + 1) for index in draw.permutation(LENGTH)])
+        order = draw.permutation(LENGTH)
+        # No two batches are equal by chance.
+        return iter([np.arange(4.0) * float(index + 1) + draw.random() for index in order])
 
 
 def main(kind: str, directory: str) -> None:

@@ -23,7 +23,7 @@ HANDLED = {
     "doctor": "is about the directory, and names them under resume",
     "config": "is about settings",
 }
-NOT_ABOUT_DIRECTORIES = {"keygen", "help", "completion", "storage"}
+NOT_ABOUT_DIRECTORIES = {"keygen", "help", "completion", "prove", "storage"}
 REFUSED = {
     "inspect": ("inspect {}", "inspect latest --dir {}"),
     "diff": ("diff {} {}", "diff 1 2 --dir {}"),
