@@ -520,6 +520,16 @@ def test_dropout_whose_operator_has_a_state_of_its_own_is_warned_of_at_a_resume(
         ours.MindSporeCheckpoints(tmp_path).resume(with_dropout(), programs.dataset(), 2)
 
 
+def test_layer_that_the_saved_run_had_unfrozen_is_unfrozen_at_a_resume(tmp_path: Path) -> None:
+    run(tmp_path, 1)
+    model = programs.model()
+    weight = next(iter(model.train_network.get_parameters()))
+    weight.requires_grad = False
+    with pytest.warns(UserWarning, match="requires_grad of 0.weight was set otherwise"):
+        ours.MindSporeCheckpoints(tmp_path).resume(model, programs.dataset(), 2)
+    assert weight.requires_grad
+
+
 @pytest.fixture
 def unseeded() -> Iterator[None]:
     """The state of a program that never called `mindspore.set_seed`."""

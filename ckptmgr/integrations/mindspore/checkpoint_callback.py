@@ -154,6 +154,8 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             return 0
         facts = parse_bounded(start.state["training"], what="state of the training")  # type: ignore[index, unused-ignore]
         _check_optimizers(model.train_network, facts.get("optimizers"))
+        if "requires_grad" not in self.manager.how.may_differ:
+            _restore_frozen(model.train_network, facts.get("frozen"))
         self._step, self._facts, self._resumed = start.step, facts, start.checkpoint
         restored: Any = start.state
         self._counts = restored.get("counts", _NO_COUNTS)
@@ -344,6 +346,7 @@ class MindSporeCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
             "batches": params.train_dataset.get_dataset_size(),
             "data_seed": data.config.get_seed(),
             "optimizers": _optimizers(network),
+            "frozen": _frozen(network),
             "loss_scale": {
                 name: getattr(scaler, name) for name in _OF_LOSS_SCALE if hasattr(scaler, name)
             },
@@ -481,6 +484,24 @@ def _check_optimizers(network: Any, stored: list[str] | None) -> None:
             f"the optimizer is {names}, but the run was saved with {others}",
             hint="resume with the same class of optimizer, or begin a run with the network alone in another directory:"
             " load_param_into_net(network, manager.load('latest', only='network')['network'])",
+        )
+
+
+def _frozen(network: Any) -> list[str]:
+    """Return the names of the parameters that do not train."""
+    return [name for name, one in _parameters(network).items() if not one.requires_grad]
+
+
+def _restore_frozen(network: Any, stored: list[str] | None) -> None:
+    """Freeze and unfreeze parameters as in the saved step; warn where the program has them otherwise."""
+    others = [] if stored is None else sorted({*_frozen(network)} ^ {*stored})
+    for name in others:
+        _parameters(network)[name].requires_grad = name not in (stored or ())
+    if others:
+        warnings.warn(
+            f"requires_grad of {', '.join(others)} was set otherwise than in the saved run, and is now as stored; to keep that"
+            ' of the program: resume=Resume(may_differ=["requires_grad"])',
+            stacklevel=4,
         )
 
 
