@@ -494,9 +494,10 @@ def _frozen(network: Any) -> list[str]:
 
 def _restore_frozen(network: Any, stored: list[str] | None) -> None:
     """Freeze and unfreeze parameters as in the saved step; warn where the program has them otherwise."""
-    others = [] if stored is None else sorted({*_frozen(network)} ^ {*stored})
+    present = _parameters(network)
+    others = [] if stored is None else sorted(({*_frozen(network)} ^ {*stored}) & present.keys())
     for name in others:
-        _parameters(network)[name].requires_grad = name not in (stored or ())
+        present[name].requires_grad = name not in (stored or ())
     if others:
         warnings.warn(
             f"requires_grad of {', '.join(others)} was set otherwise than in the saved run, and is now as stored; to keep that"
