@@ -128,10 +128,12 @@ test: $(VENV)/.stamp-test ## run the tests but the slow ones (PYTEST_ARGS=..., J
 campaign-resume: $(VENV)/.stamp-test ## 100,000 random states, restored and compared (minutes)
 	@CKPTMGR_EXAMPLES=100000 $(PY) -m pytest -q -n $(JOBS) tests/state/test_read_back_property.py
 
+PAGE_torch := testing
+PAGE_mindspore := mindspore-training
 .PHONY: campaign-grid
 campaign-grid: $(KIT_VENV)/.stamp ## end every feature of a framework anywhere, resume it, and write the table of its page (FRAMEWORK=torch)
 	@HF_HUB_OFFLINE=1 $(KIT_PY) -m ckptmgr.testing.grid --fork tests/kit/$(FRAMEWORK)_grid_programs.py:train \
-	    docs/$(if $(filter torch,$(FRAMEWORK)),testing,$(FRAMEWORK)).md
+	    docs/$(or $(PAGE_$(FRAMEWORK)),$(FRAMEWORK)).md
 
 .PHONY: test-slow
 test-slow: $(VENV)/.stamp-test ## run the slow tests

@@ -62,6 +62,11 @@ class Moments:
             "keep": "last(3)",
         }
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether Ctrl-C has come: for a program whose framework hands none on."""
+        return self.is_cut and self._ending == "Ctrl-C"
+
     def batch(self) -> None:
         """Is called when a batch begins on which the program trains, before anything changes."""
         self.batches += 1

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.finite import FiniteWatch
 from ckptmgr.formats.image import Extent, Image, ImageBuilder
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.tensor import Tensor
@@ -117,3 +119,15 @@ def test_joined_copies_are_wiped_when_all_their_bytes_are_used() -> None:
     image.release(150, 150)
     assert [set(view) for view in views] == [{0}, {0}]
     assert used == ["t1", "t2", "t3"]
+
+
+def test_run_that_is_read_in_pieces_is_looked_at_once_for_floats_that_are_not_finite() -> None:
+    values = np.array([1.0, np.nan, np.inf], np.float32).tobytes()
+    builder = ImageBuilder()
+    for name in ("a", "b"):
+        builder.add_tensor(named_tensor(name, "float32", (3,), values), size_bytes=len(values))
+    image, watch = Image(builder.finish()), FiniteWatch({})
+    image.watch_finite(watch)
+    pieces = [*image.views(0, 10), *image.views(10, image.body_size - 10)]
+    assert b"".join(pieces) == 2 * values
+    assert (watch.first, watch.count) == ("a", 4)

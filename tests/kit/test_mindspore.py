@@ -17,8 +17,9 @@ import pytest
 
 from ckptmgr import AtSteps, CheckpointConfig, CheckpointManager, EverySteps, Ranks, StateMismatch
 from ckptmgr.testing.child import find_program
+from ckptmgr.testing.grid import Cell
 from ckptmgr.testing.kit import differences
-from tests.kit.cuts import every_cut
+from tests.kit.cuts import every_cut, every_pair
 from tests.parallel.ranks import Meeting, Seat
 from tests.test_examples import MOST_LINES, lines_of
 
@@ -574,3 +575,10 @@ def test_loss_scale_goes_on_with_its_numbers(tmp_path: Path) -> None:
 
 def test_earlier_name_is_the_same_class() -> None:
     assert ours.CheckpointCallback is ours.MindSporeCheckpoints
+
+
+@every_pair("tests/kit/mindspore_grid_programs.py:train", "docs/mindspore-training.md")
+def test_cell_of_the_grid_is_as_its_page_says(
+    cell: Cell, check_pair: Callable[[Cell], None]
+) -> None:
+    check_pair(cell)
