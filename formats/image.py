@@ -124,7 +124,7 @@ class Image:
             stop = min(extent.stop, start + length)
             content = self._content(index)
             if self._finite is not None:
-                self._see(index, content, start, stop)
+                self._see(self._finite, index, content, start, stop)
             yield content[start:stop]
             offset += stop - start
             length -= stop - start
@@ -146,10 +146,10 @@ class Image:
         """Have the floats of the tensors looked at by `watch` whenever `views` yields their bytes."""
         self._finite = watch
 
-    def _see(self, index: int, content: memoryview, start: int, stop: int) -> None:
-        extent, watch = self._extents[index], self._finite
-        if watch is None:
-            return
+    def _see(
+        self, watch: FiniteWatch, index: int, content: memoryview, start: int, stop: int
+    ) -> None:
+        extent = self._extents[index]
         if not isinstance(extent.content, _Run):
             for tensor in extent.tensors:
                 watch.see(index, tensor, content, start, stop)
