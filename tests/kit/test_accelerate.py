@@ -136,7 +136,8 @@ def test_nothing_is_pickled_and_nothing_is_in_the_clear(tmp_path: Path) -> None:
     secret = CheckpointConfig(enc_key=bytes(range(32)), format="safetensors")
     Loop(tmp_path, config=secret).run(2)
     kinds = {path.name.split(".", 1)[1] for path in tmp_path.iterdir() if path.is_file()}
-    assert kinds == {"safetensors.ckpe", "safetensors.ckpe.manifest.json"}
+    # The witness has the metrics, as the manifests, and with a key no marks of batches.
+    assert kinds == {"safetensors.ckpe", "safetensors.ckpe.manifest.json", "ckpt.witness"}
     with pytest.raises(CkptmgrError, match="encrypted"):
         Loop(tmp_path).run(3)
     assert Loop(tmp_path, config=secret).run(3) is not None
