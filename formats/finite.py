@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds what is not finite in the float tensors of an image, while its bytes are read to be saved.
+"""Finds elements that are not finite in the float tensors of an image, while its bytes are read to be saved.
 
 Each piece is looked at just before it is copied or encrypted, so its bytes are read from memory
 once. Two kinds of value count: NaN, and infinities; but a piece that has nothing but zeros and

@@ -42,7 +42,7 @@ class Stop:
             program by `SystemExit(143)`. Where none comes within `grace`, or 25 seconds without
             one, the signal ends the process as ever.
         put_aside: Whether a copy of the last step's state is kept in memory while the program
-            validates, or does what comes after its loop, if there is room and the copy is cheap: a
+            validates, or runs on after its loop, if there is room and the copy is cheap: a
             stop that comes meanwhile, and the exit of the manager, save the copy.
 
     Raises:
@@ -141,7 +141,7 @@ class Resume:
             with a manifest. With a key `allow_unsealed` of `Trust` asks for it.
         only: `healthy` passes over checkpoints whose floats are not finite, as `health` of their
             manifests says: those of a run that has diverged.
-        renamed: Stored names and what they are in the program now: `{"encoder.*": "backbone.*"}`. They
+        renamed: Stored names and those in the program now: `{"encoder.*": "backbone.*"}`. They
             are renamed before the comparison; what does not fit then is refused as ever.
         skip_batches: Number of batches that the first loader of `manager.batches` is asked for and
             that are not given, to get past bad data; steps are not counted for them. A run that is

@@ -50,7 +50,7 @@ class _Visit(NamedTuple):
 def left_out(flat: FlatState) -> list[str]:
     """Return path, type and shape of each array that is not stored, at most 100 in their order.
 
-    A walk that takes longer than 50 ms, or meets more than 10,000 objects, ends with what it has.
+    A walk that takes longer than 50 ms, or meets more than 10,000 objects, ends with the part that it has found.
     """
     if not flat.objects or len(flat.tensors) > _MOST_OBJECTS:
         return []
@@ -143,7 +143,7 @@ def _parts_of_module(at: _Visit) -> Iterator[_Visit]:
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:
-    """Yield what an object holds, without calling a method or a property of its class."""
+    """Yield the values of an object, without calling a method or a property of its class."""
     try:
         held = object.__getattribute__(value, "__dict__")
     except AttributeError:

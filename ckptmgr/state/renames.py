@@ -37,7 +37,7 @@ class _Named(NamedTuple):
 
 
 class _Rename:
-    """One pattern and what it becomes."""
+    """One pattern and its replacement."""
 
     def __init__(self, pattern: str, target: str) -> None:
         self.pattern, self.target = pattern, target

@@ -77,7 +77,7 @@ class Outcome:
     note: str = ""
 
     def is_within(self, shown: str) -> bool:
-        """Return whether it is at least what a table shows."""
+        """Return whether it is at least as good as a cell of a table."""
         is_better = self.symbol == EQUAL and shown == WARNED
         return self.symbol == shown or is_better or _lost(self.symbol) <= _lost(shown)
 
@@ -156,7 +156,7 @@ class Grid(Kit):
         )
 
     def _read(self, cell: Cell, run: ChildRun) -> Any:
-        """Carry out a run; return what it left, or None where it failed or was killed."""
+        """Carry out a run; return its result, or None where it failed or was killed."""
         result = Path(run.result)
         result.unlink(missing_ok=True)
         self._run(run)

@@ -142,9 +142,7 @@ class DataState(Companion):
         self._left_to_skip = 0
         self._skipped: str | None = None  # the loader whose batches are skipped
         self.is_inside_pass = False  # at the restore
-        self._fetching: tuple[_Pass, int] | None = (
-            None  # a pass and the thread that wait for a batch
-        )
+        self._fetching: tuple[_Pass, int] | None = None  # the pass and thread that wait for a batch
         self._fetch_end = threading.Lock()
         self._empty: str | None = None  # the loader whose continued pass had no batch left
 
@@ -374,9 +372,8 @@ class DataState(Companion):
             place.is_open = False
             self._ended += 1
         except GeneratorExit:
-            if (
-                _caller() == asked_by
-            ):  # left by `break`; else a variable had it, and more has run since
+            # Left by `break`; else a variable had it, and more of the program has run since.
+            if _caller() == asked_by:
                 self._say_ended(name, place)
             raise
         finally:

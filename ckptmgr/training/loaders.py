@@ -202,7 +202,7 @@ def fingerprint_of(batch: Any) -> int | None:
 
 @cache
 def _name_of(dtype: object) -> str:
-    """Return the name of a type of elements; NumPy makes it anew each time."""
+    """Return the name of a type of elements; NumPy makes it each time."""
     return str(dtype)
 
 

@@ -266,8 +266,9 @@ class CheckpointManager:
         self._aside = aside = PutAside(self._past, self._engine, flatten, self._saver.texts)
         data.pass_ended = aside.pass_ended
         self._stop_writer = writer = StopWriter(self._past, aside, data, self._saver.save_at_stop)
+        self._saver.alone = writer.writing
         self._watch_for_signals().have_written(writer)
-        self._run.companions += [writer, aside]  # what it writes is dropped when it is written
+        self._run.companions += [writer, aside]  # the copy is dropped after it is written
 
     def _count_tries(self) -> Tries:
         """Return what notes how far the run comes, made the first time."""
@@ -294,7 +295,7 @@ class CheckpointManager:
 
     @property
     def witness(self) -> Witnessed:
-        """What the steps have shown that repeat after a resumption; printed, it is one sentence.
+        """Result of the steps that repeat after a resumption; printed, it is one sentence.
 
         A run that dies after step 1,237 and resumes from 1,200 trains 37 steps again. Their metrics
         as given to `step_end`, the batches of `batches` and the global random numbers are compared with
@@ -817,7 +818,7 @@ class CheckpointManager:
         """Save the last step, if it is unsaved or `exception_save` asks for it; wait and close.
 
         The step is saved as it was when its pass over `batches` ended. A loop without such a pass
-        ends the block with its end: what it changes later, such as best weights that it loads, is saved.
+        ends the block with its end: later changes, such as best weights that it loads, are saved.
         """
         if error is None:
             try:

@@ -73,7 +73,7 @@ class Prover:
             raise ProgramFailed(f"the run did not die after step {step}: {why}", path=directory)
 
     def resumed(self, directory: Path) -> Run | str:
-        """Run the program to its end from what a cut left; return why it failed, if it did."""
+        """Run the program to its end after a cut; return why it failed, if it did."""
         failure = self._ended(self._start(directory))
         return run_in(directory) if failure is None else failure
 
@@ -148,8 +148,8 @@ def compared(uncut: Run, resumed: Run) -> Compared:
     is_seeded = first is None or dict(steps)[first].generators == others[first].generators
     for step, one in steps:
         now, before = others.get(step), one if is_seeded else one._replace(generators=0)
-        what = "" if now is None else difference_of(before, now, names, {})
-        if what:
-            return Compared(equal, f"step {step}: {what}")
-        equal += what is None
+        difference = "" if now is None else difference_of(before, now, names, {})
+        if difference:
+            return Compared(equal, f"step {step}: {difference}")
+        equal += difference is None
     return Compared(equal, None)

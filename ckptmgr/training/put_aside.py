@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from ckptmgr.state.tree import FlatState
     from ckptmgr.training.history import RunPast, UnsavedStep
 
-_SMALL_BYTES = (
-    16 << 20
-)  # a copy of less is always made: what the exit saves does not depend on the time
-_FREE_S = 0.05  # neither is one that takes less
+# A copy of less is always made, so that the state that the exit saves does not depend on the time.
+_SMALL_BYTES = 16 << 20
+_FREE_S = 0.05  # a copy that takes less is never too dear
 _SHARE = 0.01  # of the time since the last one
 
 
@@ -120,10 +119,6 @@ class PutAside(Companion):
         self._cache.put(step, tensors)
         return [one for one in self._cache.get(step).items if isinstance(one, Tensor)]
 
-    def drop(self) -> None:
-        """Forget the copy."""
-        self._drop()
-
     def held_of(self, last: UnsavedStep) -> HeldState | None:
         """Return the copy of the state of a step, if there is one."""
         return None if self._held is None or self._held[0] != last.step else self._held[1]
@@ -160,13 +155,14 @@ class PutAside(Companion):
     def step_ended(self, step: int) -> None:
         """Give the memory back."""
         if self._held is not None:
-            self._drop()
+            self.drop()
 
     def closing(self) -> None:
         """Give the memory back."""
-        self._drop()
+        self.drop()
 
-    def _drop(self) -> None:
+    def drop(self) -> None:
+        """Forget the copy, and give its memory back."""
         self._held = None
         if self._cache is not None:
             self._cache.close()

@@ -71,7 +71,7 @@ class Resumption:
             the manager says what came out.
         kept: Names that no rank saved for this one, such as its random numbers when there are more
             ranks than before; their values stay.
-        notes: Sentences about what was restored, such as that its floats are not finite.
+        notes: Sentences about the checkpoint, such as that its floats are not finite.
         fetched_from: Address of the checkpoint in the mirror, if it was downloaded because it is
             newer than all here; else None.
         is_inside_epoch: Whether a pass over `batches` had not ended when the checkpoint was saved.
@@ -515,7 +515,7 @@ def _resume_state(
 def _notes(
     checkpoint: Checkpoint, before: Sequence[Checkpoint], seen: Surroundings | None
 ) -> list[str]:
-    """Return what a run should know of the checkpoint, given those of its line up to it."""
+    """Return sentences about the checkpoint, given those of its line up to it."""
     notes = []
     if checkpoint.health is not None:
         finite = [one for one in before if one.is_countable and one.health is None]

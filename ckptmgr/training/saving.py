@@ -7,6 +7,7 @@ A job holds the state, and beside it the values that the configuration appends.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +53,7 @@ class StateSaver:
         self._naming = naming
         self._past = past
         self.data: DataState | None = None  # of the loaders, once there are any
+        self.alone: AbstractContextManager[object] = nullcontext()  # keeps saves of a stop away
 
     def save(
         self,
@@ -96,9 +98,11 @@ class StateSaver:
             for one in self._run.companions:
                 one.save_asked(self._writer, size_bytes)
             job = self._filled(job, flat, held)
-        handle = self._run.engine.run(job, self._writer, watch=watch, state=given)
+        with self.alone:
+            handle = self._run.engine.run(job, self._writer, watch=watch, state=given)
+            if handle is not None:
+                self._past.progress.note(handle, facts, at=now)
         if handle is not None:
-            self._past.progress.note(handle, facts, at=now)
             for one in self._run.companions:
                 one.saved(handle, facts)
         return handle

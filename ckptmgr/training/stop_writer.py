@@ -2,7 +2,7 @@
 """`StopWriter`: writes the last step in another thread when a stop comes and no step ends soon.
 
 A stop may come in a validation, in a compilation, or while the run waits for data: the process would be
-killed before the next step ends. What was put aside (`put_aside`) is written then; and while the
+killed before the next step ends. The copy of `put_aside` is written then; and while the
 run waits for the next of its `batches`, where only the loader's code runs, the state is copied and
 written. At any other time the program may be changing the state, and nothing reads it.
 """
@@ -21,7 +21,6 @@ from ckptmgr.io.signal_thread import CHANGED, leave, listen, tell
 from ckptmgr.training.companions import Companion
 
 if TYPE_CHECKING:
-    from ckptmgr.series.writer import SeriesWriter
     from ckptmgr.training.data_state import DataState
     from ckptmgr.training.history import RunPast, UnsavedStep
     from ckptmgr.training.put_aside import HeldState, PutAside
@@ -35,7 +34,7 @@ class StopWriter(Companion):
 
     Args:
         past: The past of the run, with its last step.
-        aside: Holds what was put aside, and copies.
+        aside: Holds the copy of a state, and makes one.
         data: Knows whether the run waits for a batch.
         save: Method that saves a step in the calling thread; held weakly, because its object holds the
             lease of the series.
@@ -52,7 +51,7 @@ class StopWriter(Companion):
     ) -> None:
         self._past, self._aside, self._data = past, aside, data
         self._save, self._monotonic = WeakMethod(save), monotonic
-        self._writing = threading.RLock()
+        self.writing = threading.RLock()  # a save of the main thread takes it, too
         aside.taken = self._taken
         self._numbers: Collection[int] = ()
         self._asked_in_s: Callable[[], float | None] = lambda: None
@@ -96,7 +95,7 @@ class StopWriter(Companion):
         left_s = max(self._asked_at, self._ended_at) + patience_s - now
         if left_s > 0.0 and self._signals < 2:
             return left_s
-        with self._writing:
+        with self.writing:
             self._write()
         return patience_s
 
@@ -130,22 +129,17 @@ class StopWriter(Companion):
 
     def has_written(self, last: UnsavedStep) -> bool:
         """Return whether the last step is saved as it ended, once that has ended."""
-        with self._writing:
+        with self.writing:
             return self._written == last.step and self._aside.held_of(last) is not None
 
     def step_ended(self, step: int) -> None:
         """Wait for a write; then the main thread saves."""
         self._ended_at = self._monotonic()
-        with self._writing:
+        with self.writing:
             self._seen = self._written = None
-
-    def save_asked(self, writer: SeriesWriter, size_bytes: int) -> None:
-        """Wait for a write."""
-        with self._writing:
-            return
 
     def closing(self) -> None:
         """Wait for a write, and end."""
         leave(self._woken)
-        with self._writing:
+        with self.writing:
             return

@@ -5,7 +5,7 @@ A run that dies at step 1,237 and resumes from 1,200 trains 37 steps a second ti
 changed, they give the same bits. `.<series>.witness` has the steps since the last checkpoints, at most
 65,536 of them (`witness_record`).
 
-The file tells and decides nothing: it is never synced, and what is damaged counts as absent. A metric
+The file tells and decides nothing: it is never synced, and a damaged one counts as absent. A metric
 on a device is copied without a wait, and recorded with a later step. With a key there are no marks
 of batches and generators: a CRC32 would say something about the data.
 """
@@ -129,7 +129,7 @@ class Witness(Companion):
 
     Attributes:
         data: Has the marks of batches and generators; None for none.
-        result: What the comparison has shown so far.
+        result: Result of the comparison so far.
     """
 
     def __init__(self, writer: SeriesWriter, past: RunPast, observers: Observers) -> None:
@@ -156,14 +156,14 @@ class Witness(Companion):
             self._close()
 
     def start_over(self) -> None:
-        """Begin anew with the next save: what is recorded is of another past."""
+        """Begin again with the next save: the records are of another past."""
         self._close()
         self._waiting.clear()
         self._earlier, self._columns, self.result = {}, {}, Witnessed()
         self._is_begun, self._first, self._is_new = False, None, True
 
     def rolled_back(self) -> None:
-        """Begin anew with the next step: a resumption before the next save must not find the old ones."""
+        """Begin again with the next step: a resumption before the next save must not find the old ones."""
         is_begun, first = self._is_begun, self._first
         self.start_over()
         self._is_begun, self._first = is_begun, first
@@ -294,19 +294,19 @@ class Witness(Companion):
     def _compare(self, record: Record) -> None:
         before = self._earlier.pop(record.step, None)
         if before is not None:
-            what = difference_of(before, record, self._names, self.result.within)
-            if what:
-                self._differs(record.step, what)
+            difference = difference_of(before, record, self._names, self.result.within)
+            if difference:
+                self._differs(record.step, difference)
                 return
-            self.result = replace(self.result, equal=self.result.equal + (what is None))
+            self.result = replace(self.result, equal=self.result.equal + (difference is None))
         if not self._earlier or record.step >= self._last:
             self._earlier, self.result = {}, replace(self.result, is_over=True)
             if self.result.equal:
                 _LOG.info("%s", self.result)
                 self._emit("witness.equal", record.step)
 
-    def _differs(self, step: int, what: str) -> None:
-        text = f"step {step}: {what}"
+    def _differs(self, step: int, difference: str) -> None:
+        text = f"step {step}: {difference}"
         self._earlier, self.result = {}, replace(self.result, difference=text, is_over=True)
         self._emit("witness.differs", step)
         if self._raises:

@@ -82,7 +82,7 @@ def head_of(names: Sequence[str], runs: Sequence[str]) -> bytes:
 
 
 class Recorded(NamedTuple):
-    """What a file holds: names of the metrics, runs, some of its records by step, and the next number."""
+    """Content of a file: names of the metrics, runs, some of its records by step, and the next number."""
 
     names: list[str]
     runs: frozenset[str]
@@ -126,7 +126,7 @@ def _record_at(data: bytes, index: int) -> Record | None:
 def difference_of(
     before: Record, now: Record, names: Sequence[str], within: Mapping[str, float]
 ) -> str | None:
-    """Return in what a step that comes again differs; an empty text if nothing can be compared.
+    """Return the difference of a step that comes again; an empty text if nothing can be compared.
 
     None means that it is equal, apart from metrics that differ by no more than `within` allows.
     """
@@ -157,7 +157,7 @@ def difference_of(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Witnessed:
-    """What the steps that come again after a resumption have shown so far.
+    """Result of the steps that come again after a resumption, so far.
 
     Attributes:
         recorded: Number of recorded steps after the resumed one.

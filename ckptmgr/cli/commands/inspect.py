@@ -97,7 +97,7 @@ def _show_left_out(output: Output, contents: FileSummary) -> None:
     if contents.plain is None:
         raise UsageProblem(
             "--left-out: the file is encrypted, and no key was given",
-            hint="pass --key: what is left out is encrypted as the state is",
+            hint="pass --key: the list is encrypted as the state is",
         )
     seen = surroundings_in(contents.plain.metadata.get(SEEN))
     found = () if seen is None else seen.left_out

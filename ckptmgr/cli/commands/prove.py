@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptmgr.training.prove import Prover, Run
 
 _OF_THE_RUN = ("ckptmgr.data", "ckptmgr.seen")
-"""Texts beside the state: where loaders stand, and what a resumption compares."""
+"""Texts beside the state: the places of loaders, and the facts that a resumption compares."""
 _MOST_SHOWN = 5
 
 
@@ -110,7 +110,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def _proven(prover: Prover, uncut: Run, directory: Path, step: int) -> dict[str, Json]:
-    """Return what a cut after a step shows."""
+    """Return the result of a cut after a step."""
     from ckptmgr.training.prove import compared
 
     prover.cut(directory, step)

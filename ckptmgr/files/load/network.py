@@ -127,7 +127,7 @@ def _check_loaded(net: Any, given: Mapping[str, Any], path: str | os.PathLike[st
             f"the network now has other elements in {', '.join(changed[:_MOST_SHOWN])} than were loaded: its load_state_dict,"
             " or a hook of it, changes them",
             path=path,
-            hint="load without net=, and give the network what it should have",
+            hint="load without net=, and assign the values yourself",
         )
 
 

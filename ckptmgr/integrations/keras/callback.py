@@ -298,7 +298,7 @@ class KerasCheckpoints(TrainingBlock, keras.callbacks.Callback):  # type: ignore
             self._training.close()
 
     def _put_aside(self) -> None:
-        """Keep the metrics of the epoch, which a validation begins anew, and put the step aside."""
+        """Keep the metrics of the epoch, which a validation resets, and put the step aside."""
         step = self._pending or self._ended  # of data without a length the step has ended
         if step is not None:
             step.averages = values_of(self.model.metrics_variables)

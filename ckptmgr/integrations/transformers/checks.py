@@ -57,7 +57,7 @@ def warn_about(args: Any, *, is_resumed: bool) -> None:
         )
     if is_resumed and args.dataloader_persistent_workers and args.dataloader_num_workers:
         _LOG.warning(
-            "persistent workers go on with what an earlier epoch has drawn, and a resumed run does not repeat that: its"
+            "persistent workers go on with the draws of an earlier epoch, which a resumed run does not repeat: its"
             " random numbers are others; set dataloader_persistent_workers=False"
         )
 

@@ -182,7 +182,7 @@ class RunReport:
             yield f"left out: {len(self.refused) - _MOST_REFUSED:,} more for such reasons"
 
     def witness_sentences(self) -> Iterator[str]:
-        """Yield what the steps have shown that came again after the last resumption which had such."""
+        """Yield the result of the steps that came again after the last resumption which had such."""
         for event in self.witness[-1:]:
             yield f"steps that came again up to {event.step}: {'; '.join(event.notes)}"
 
